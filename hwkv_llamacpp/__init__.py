@@ -1,0 +1,29 @@
+"""Per-KV-head windows for llama.cpp's KV cache.
+
+    >>> from hwkv_llamacpp import ModelGeometry, Policy
+    >>> geometry = ModelGeometry.from_gguf("model.gguf")     # needs no build
+    >>> policy = Policy.load("policy.json")
+    >>> policy.check(geometry)
+
+``Llama`` is llama_cpp.Llama on our libllama with one more argument, ``policy``.
+It is imported on first use, because it needs the native build.
+"""
+
+from .errors import HwkvError
+from .geometry import ModelGeometry
+from .policy import Policy
+
+__version__ = "0.1.0"
+__all__ = ["HwkvError", "Llama", "ModelGeometry", "Policy"]
+
+
+def __getattr__(name):
+    if name == "Llama":
+        from .llama import Llama
+
+        return Llama
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted([*globals(), "Llama"])

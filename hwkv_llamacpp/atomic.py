@@ -1,0 +1,94 @@
+"""Writes a file whole or not at all."""
+
+import errno
+import os
+import secrets
+import stat
+from contextlib import contextmanager
+from pathlib import Path
+
+from .errors import HwkvError
+
+
+@contextmanager
+def replacing(path, overwrite=False, link_to=None):
+    """Yields a binary file; what is written to it becomes `path` when the block ends without an error.
+
+    With link_to, `path` becomes a hard link to that file instead, and None is yielded;
+    where the file system cannot link, an empty file is yielded as usual.
+
+    The bytes go to a temporary file in the same folder, are flushed to the disk, and take
+    the target's name in one step. After an error, a signal that raises, or a full disk the
+    temporary file is gone and the target is as it was.
+    """
+    path = Path(path)
+    check_target(path, overwrite)
+    # the name is chosen before the file exists, so that no interrupt can fall between making and knowing it
+    partial = path.with_name(f".hwkv-{secrets.token_hex(8)}.partial")
+    try:
+        if link_to is not None and _link(link_to, partial):
+            yield None
+        else:
+            with open(partial, "xb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(partial, path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise _write_error(path, error) from None
+    finally:
+        _discard(partial)
+
+
+def check_target(path, overwrite):
+    """Refuses what must not be replaced: an existing file without `overwrite`, a folder, a device."""
+    path = Path(path)
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        if not path.name:
+            raise HwkvError(f"{path}: not a file name") from None
+        return
+    except OSError as error:
+        raise _write_error(path, error) from None
+    if not stat.S_ISREG(mode):
+        raise HwkvError(f"{path}: cannot write: it is {'a folder' if stat.S_ISDIR(mode) else 'not a regular file'}")
+    if not overwrite:
+        raise HwkvError(f"{path}: exists already; --force replaces it")
+
+
+def _write_error(path, error):
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return HwkvError(f"{path}: cannot write: the disk is full; nothing was left behind")
+    # of the file that failed: usually the folder of the target, not the partial file's own name
+    return HwkvError(f"{path}: cannot write: {error.strerror or error}")
+
+
+def _link(source, target):
+    try:
+        os.link(source, target)
+    except OSError:
+        return False
+    return True
+
+
+def _discard(partial):
+    try:
+        os.unlink(partial)
+    except OSError:  # renamed already, or never made
+        pass
+
+
+def _sync_folder(folder):
+    """Makes the new name itself durable. Not every file system can; then the content is still whole."""
+    try:
+        fd = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(fd)
+    except OSError:
+        pass
+    finally:
+        os.close(fd)

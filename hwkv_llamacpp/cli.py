@@ -1,0 +1,431 @@
+"""The hwkv command: parse, call, print."""
+
+import argparse
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from . import __version__
+from .errors import HwkvError
+
+MIB = 2**20
+
+
+def main(argv=None):
+    """Runs one command. Returns its exit code: 0, 1 failed, 2 bad usage, 130 interrupted."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _terminate)  # so that half-written files are removed
+    try:
+        args = build_parser(argv).parse_args(argv)
+        code = args.run(args)
+        sys.stdout.flush()
+        return code or 0
+    except HwkvError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `hwkv info MODEL | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def build_parser(argv=()):
+    """The parser. `serve` and `demo` bring their own options, so their modules are imported only for them."""
+    parser = argparse.ArgumentParser(
+        prog="hwkv", description="Per-KV-head windows for llama.cpp's KV cache. A policy gives each KV head of a model a"
+        " window of recent tokens, or all of them; the server keeps only what the windows can see.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="The usual order:\n"
+               "  hwkv info model.gguf                                              what can be configured\n"
+               "  hwkv policy make uniform model.gguf --window 1024 -o policy.json\n"
+               "  hwkv embed model.gguf policy.json -o model-hwkv.gguf\n"
+               "  hwkv serve model-hwkv.gguf -- -c 32768")
+    parser.add_argument("--version", action="version", version=f"hwkv {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    command = _add(commands, "info", run_info, "geometry of a model: which layers take windows, and what their KV costs",
+                   "Reads only the header of the file, so it is as quick for 400 GB as for 1. Any shard of a split model will do.",
+                   "hwkv info model.gguf\n  hwkv info model.gguf --json | jq .kv_bytes_per_token")
+    command.add_argument("model", type=Path, metavar="MODEL", help="GGUF file")
+    _json_flag(command)
+
+    policy = commands.add_parser("policy", help="make, show and check policies",
+                                 description="A policy is a small JSON file: one row of windows for each layer it lists.")
+    policies = policy.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_policy_commands(policies)
+
+    command = _add(commands, "embed", run_embed, "write a copy of a model that carries a policy",
+                   "The copy has the policy in its metadata; every other key and all tensor data are copied unchanged, and any"
+                   " llama.cpp can load it. A policy that the model carries already is replaced. Of a split model the first"
+                   " shard gets the policy, and -o gives the prefix of all names.",
+                   "hwkv embed model.gguf policy.json -o model-hwkv.gguf")
+    command.add_argument("model", type=Path, metavar="MODEL", help="GGUF file, or any shard of a split one")
+    command.add_argument("policy", type=Path, metavar="POLICY", help="policy JSON, or a GGUF that carries one")
+    command.add_argument("-o", "--output", type=Path, required=True, metavar="OUT.gguf", help="file to write")
+    command.add_argument("--link", action="store_true", help="hard-link the further shards of a split model where possible")
+    _force_flag(command)
+    _json_flag(command)
+
+    command = _add(commands, "extract", run_extract, "print or save the policy that a model carries",
+                   "Gives back what was embedded, byte for byte.", "hwkv extract model-hwkv.gguf -o policy.json")
+    command.add_argument("model", type=Path, metavar="MODEL", help="GGUF file")
+    _output_flag(command)
+
+    wanted = next((word for word in argv if not word.startswith("-")), None)
+    for name, text in (("serve", "run llama-server on a model, with a policy"),
+                       ("demo", "see the saving on a small real model, end to end")):
+        command = commands.add_parser(name, help=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if name == wanted:
+            if name == "serve":
+                from . import serve as module
+            else:
+                from . import demo as module
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    return parser
+
+
+def _add_policy_commands(policies):
+    make = policies.add_parser("make", help="make a policy by hand", description="Hand-made policies, to start with or to compare with.")
+    kinds = make.add_subparsers(title="kinds", metavar="KIND", required=True)
+
+    def kind(name, run, text, details, example):
+        command = _add(kinds, name, run, text, details, example)
+        command.add_argument("model", type=Path, metavar="MODEL", help="GGUF file of the model that the policy is for")
+        _output_flag(command)
+        return command
+
+    command = kind("uniform", run_make_uniform, "the same window for every KV head", "A window counts the token itself.",
+                   "hwkv policy make uniform model.gguf --window 512 --keep-full 0,1,17:2 -o policy.json")
+    command.add_argument("--window", type=_tokens, required=True, metavar="N", help="tokens that every KV head keeps")
+    command.add_argument("--keep-full", type=_heads, default=[], metavar="L[:H],...",
+                         help="KV heads (layer:head) or whole layers that stay full")
+
+    command = kind("matrix", run_make_matrix, "windows from a file",
+                   'One row per configurable layer, in order; one cell per KV head: "full" or a number of tokens. CSV, or JSON'
+                   " as a list of rows or an object of layer: row.",
+                   "hwkv policy make matrix model.gguf --matrix windows.csv -o policy.json")
+    command.add_argument("--matrix", type=Path, required=True, metavar="FILE", help="windows as .csv or .json")
+
+    command = kind("pattern", run_make_pattern, "one row of windows for all layers, other rows for some",
+                   "A row has one window per KV head. Without --pattern, layers that no --layer names stay full.",
+                   'hwkv policy make pattern model.gguf --pattern "full,512,512,full" --layer 3:full,64,64,64 -o policy.json')
+    command.add_argument("--pattern", type=_row, metavar="ROW", help='windows of the KV heads of every layer, as "full,512,512,full"')
+    command.add_argument("--layer", type=_layer_row, action="append", default=[], metavar="L:ROW",
+                         help="windows of one layer; may be given again for others")
+
+    command = _add(policies, "show", run_show, "a policy as a table, and as a picture",
+                   "With --model the layers that the policy leaves full are shown, too.",
+                   "hwkv policy show policy.json --plot policy.png")
+    command.add_argument("policy", type=Path, metavar="POLICY", help="policy JSON, or a GGUF that carries one")
+    command.add_argument("-m", "--model", type=Path, metavar="MODEL", help="GGUF file of its model")
+    command.add_argument("--plot", type=Path, metavar="FILE", help="write a heatmap as .png, .svg or .pdf")
+    _force_flag(command)
+    _json_flag(command)
+
+    command = _add(policies, "check", run_check, "does a policy fit a model, and what does it save",
+                   "Exit code 0 if it fits, 1 with the reason if not.", "hwkv policy check model.gguf policy.json -c 32768")
+    command.add_argument("model", type=Path, metavar="MODEL", help="GGUF file")
+    command.add_argument("policy", type=Path, metavar="POLICY", help="policy JSON, or a GGUF that carries one")
+    command.add_argument("-c", "--ctx-size", type=_tokens, default=0, metavar="N",
+                         help="context to predict KV bytes for, with F16 K and V and one sequence (default: the trained one)")
+    _json_flag(command)
+
+
+# commands
+
+def run_info(args):
+    from .embed import read_policy
+    from .geometry import ModelGeometry
+
+    geometry = ModelGeometry.from_gguf(args.model)
+    policy = read_policy(args.model)
+    if args.json:
+        return _print_json({
+            "architecture": geometry.architecture, "name": geometry.name, "n_layer": geometry.n_layer,
+            "n_ctx_train": geometry.n_ctx_train,
+            "configurable_layers": [{"layer": x.layer, "n_head": x.n_head, "n_head_kv": x.n_head_kv,
+                                     "head_dim_k": x.head_dim_k, "head_dim_v": x.head_dim_v} for x in geometry.configurable],
+            "other_layers": [{"layer": x.layer, "kind": x.kind} for x in geometry.layers if x.kind != "attention"],
+            "kv_bytes_per_token": geometry.kv_bytes_per_token,
+            "refusal": geometry.refusal,
+            "fingerprint": geometry.fingerprint,
+            "policy": None if policy is None else policy.summary(geometry),
+        })
+
+    per_token = geometry.kv_bytes_per_token
+    _print_facts([
+        ("model", geometry.name), ("architecture", geometry.architecture),
+        ("layers", f"{geometry.n_layer}, {len(geometry.configurable)} take windows"),
+        ("trained context", f"{geometry.n_ctx_train:,} tokens"),
+        ("KV per token", f"{per_token:,} bytes (F16, layers that take windows)"),
+        ("KV at that context", f"{per_token * geometry.n_ctx_train / MIB:,.1f} MiB with every head full"),
+        ("policy", "none embedded" if policy is None else policy.summary(geometry)),
+    ])
+    if geometry.refusal:
+        _out().print(f"no policy fits this model: {geometry.refusal}", markup=False)
+    if geometry.layers:
+        groups = {}
+        for x in geometry.layers:
+            what = "takes windows" if x.kind == "attention" else x.reason
+            groups.setdefault((x.kind, x.n_head, x.n_head_kv, x.head_dim_k, x.head_dim_v, what), []).append(x.layer)
+        table = _table("layers", "kind", "query heads", "KV heads", "K size", "V size", "")
+        for (kind, n_head, n_head_kv, k, v, what), layers in groups.items():
+            with_kv = kind in ("attention", "swa", "unsupported")
+            table.add_row(_ranges(layers), kind, *(str(n) if with_kv else "-" for n in (n_head, n_head_kv, k, v)), what)
+        _out().print(table)
+
+
+def run_make_uniform(args):
+    from . import handmade
+    from .geometry import ModelGeometry
+
+    return _finish_make(args, handmade.uniform(ModelGeometry.from_gguf(args.model), args.window, args.keep_full))
+
+
+def run_make_matrix(args):
+    from . import handmade
+    from .geometry import ModelGeometry
+
+    return _finish_make(args, handmade.matrix(ModelGeometry.from_gguf(args.model), args.matrix))
+
+
+def run_make_pattern(args):
+    from . import handmade
+    from .geometry import ModelGeometry
+
+    if not args.pattern and not args.layer:
+        raise HwkvError("a pattern needs --pattern or --layer")
+    layers = dict(args.layer)
+    if len(layers) != len(args.layer):
+        raise HwkvError("--layer names a layer twice")
+    return _finish_make(args, handmade.pattern(ModelGeometry.from_gguf(args.model), args.pattern, layers))
+
+
+def _finish_make(args, policy):
+    return _write_policy(args, policy)
+
+
+def run_show(args):
+    from .geometry import ModelGeometry
+    from .policy import Policy
+
+    policy = Policy.load(args.policy)
+    geometry = None
+    if args.model:
+        geometry = ModelGeometry.from_gguf(args.model)
+        policy.check(geometry, args.policy)
+    if args.plot:
+        from .heatmap import plot
+
+        plot(policy, args.plot, geometry, overwrite=args.force, title=(policy.model or {}).get("name"))
+
+    rows = {x.layer: policy.row(x) for x in geometry.configurable} if geometry else policy.layers
+    n_ctx_train = geometry.n_ctx_train if geometry else 2**17
+    lengths = [t for t in (2048, 8192, 32768, 131072) if t < n_ctx_train] + [n_ctx_train]
+    retention = {t: policy.retention(t, geometry) for t in lengths}
+    if args.json:
+        return _print_json({
+            "model": policy.model, "n_sink": policy.n_sink,
+            "layers": [{"layer": il, "windows": ["full" if w is None else w for w in row]} for il, row in rows.items()],
+            "retention": {str(t): r for t, r in retention.items()}, "provenance": policy.provenance,
+        })
+
+    model = policy.model or {}
+    _print_facts([
+        ("policy", str(args.policy)),
+        *([("model", " ".join(str(model[k]) for k in ("architecture", "name") if k in model))] if model else []),
+        ("sinks", str(policy.n_sink)),
+        ("retention" if geometry else "retention, listed layers", ", ".join(f"{r:.3f} at {t:,}" for t, r in retention.items())),
+        *([("made by", json.dumps(policy.provenance, ensure_ascii=False))] if policy.provenance else []),
+        *([("picture", str(args.plot))] if args.plot else []),
+    ])
+    if rows:
+        width = max(len(_window(w)) for row in rows.values() for w in row)
+        table = _table("layer", "windows, by KV head")
+        for il, row in rows.items():
+            table.add_row(str(il), "  ".join(f"{_window(w):>{width}}" for w in row))
+        _out().print(table)
+
+
+def run_check(args):
+    from .footprint import predict
+    from .geometry import ModelGeometry
+    from .policy import Policy
+
+    geometry = ModelGeometry.from_gguf(args.model)
+    policy = Policy.load(args.policy)
+    policy.check(geometry, args.policy)
+    footprint = predict(geometry, policy, args.ctx_size)
+    retention = policy.retention(args.ctx_size or geometry.n_ctx_train, geometry)
+    if args.json:
+        return _print_json({"fits": True, "fingerprint": policy.fingerprint(geometry.n_layer), "n_ctx": footprint.n_ctx,
+                            "retention": retention, **footprint.to_dict()})
+    _print_facts([
+        ("fits", policy.summary(geometry)),
+        ("retention", f"{retention:.3f} at {args.ctx_size or geometry.n_ctx_train:,} tokens"),
+        ("predicted KV", f"{footprint.kv_bytes / MIB:,.1f} MiB of {footprint.full_kv_bytes / MIB:,.1f} MiB"
+                         f" (-c {footprint.n_ctx} -ub {footprint.n_ubatch}, F16, one sequence)"),
+    ])
+    if footprint.groups:
+        table = _table("window", "layers", "KV heads", "cells", "MiB")
+        for group in footprint.groups:
+            table.add_row(_window(group.window), str(len(group.layers)), str(group.heads), f"{group.cells:,}",
+                          f"{group.bytes / MIB:,.1f}")
+        _out().print(table)
+
+
+def run_embed(args):
+    from .embed import embed
+    from .policy import Policy
+
+    paths = embed(args.model, Policy.load(args.policy), args.output, force=args.force, link_shards=args.link, progress=True)
+    if args.json:
+        return _print_json({"written": [str(path) for path in paths]})
+    for path in paths:
+        print(f"wrote {path}")
+
+
+def run_extract(args):
+    from .embed import read_policy
+
+    policy = read_policy(args.model)
+    if policy is None:
+        raise HwkvError(f"{args.model}: has no embedded policy")
+    return _write_policy(args, policy)
+
+
+# options
+
+def _add(commands, name, run, text, details, example):
+    command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}. {details}",
+                                  formatter_class=_HelpFormatter, epilog=f"example:\n  {example}")
+    command.set_defaults(run=run)
+    return command
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Wraps the description, keeps the example's lines."""
+
+    def _fill_text(self, text, width, indent):
+        if text.startswith("example:"):
+            return super()._fill_text(text, width, indent)
+        return argparse.HelpFormatter._fill_text(self, text, width, indent)
+
+
+def _output_flag(command):
+    command.add_argument("-o", "--output", type=Path, metavar="POLICY.json", help="file to write (default: print it)")
+    _force_flag(command)
+
+
+def _force_flag(command):
+    command.add_argument("--force", action="store_true", help="replace a file that exists")
+
+
+def _json_flag(command):
+    command.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _tokens(text):
+    from .policy import MAX_WINDOW
+
+    if not (text.isascii() and text.isdigit() and len(text) <= 20 and 1 <= int(text) <= MAX_WINDOW):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number of tokens from 1 to {MAX_WINDOW}")
+    return int(text)
+
+
+def _row(text):
+    from .handmade import parse_row
+
+    try:
+        return parse_row(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _layer_row(text):
+    layer, colon, row = text.partition(":")
+    if not colon:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not LAYER:ROW, as in 3:full,64,64,64")
+    return _index(layer), _row(row)
+
+
+def _heads(text):
+    pairs = []
+    for item in text.split(","):
+        layer, colon, head = item.partition(":")
+        pairs.append((_index(layer), _index(head) if colon else None))
+    return pairs
+
+
+def _index(text):
+    text = text.strip()
+    if not (text.isascii() and text.isdigit() and len(text) <= 9):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number of a layer or KV head")
+    return int(text)
+
+
+# output
+
+def _out():
+    from rich.console import Console
+
+    # piped output keeps whole lines: nothing is cut to a terminal's width
+    return Console(highlight=False, **({} if sys.stdout.isatty() else {"width": 240}))
+
+
+def _table(*columns):
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        numeric = name in ("query heads", "KV heads", "K size", "V size", "cells", "MiB", "layer", "window")
+        table.add_column(name, justify="right" if numeric else "left", overflow="fold")
+    return table
+
+
+def _print_facts(facts):
+    width = max(len(name) for name, _ in facts)
+    for name, value in facts:
+        _out().print(f"{name:<{width}}  {value}", markup=False, soft_wrap=True)
+
+
+def _print_json(value):
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def _write_policy(args, policy):
+    if args.output is None:
+        sys.stdout.write(policy.to_json())
+        return
+    policy.save(args.output, overwrite=args.force)
+    print(f"wrote {args.output}")
+
+
+def _window(window):
+    return "full" if window is None else str(window)
+
+
+def _ranges(numbers):
+    """0-4, 6: runs of consecutive numbers."""
+    runs = []
+    for n in numbers:
+        if runs and runs[-1][1] == n - 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _terminate(signum, frame):
+    raise SystemExit(128 + signum)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""Policies made by hand: the same window everywhere, a matrix, or a pattern per layer.
+
+Each takes a ModelGeometry and returns a Policy that fits it. What it was made from stands
+in its provenance.
+"""
+
+import csv
+import json
+from pathlib import Path
+
+from .errors import HwkvError
+from .policy import FULL, MAX_FILE_BYTES, Policy
+
+
+def uniform(geometry, window, keep_full=()):
+    """One window for every KV head. keep_full: (layer, KV head) pairs that stay full; head None is the whole layer."""
+    rows = {layer.layer: [window] * layer.n_head_kv for layer in _configurable(geometry)}
+    for il, head in keep_full:
+        if il not in rows:
+            raise HwkvError(f"layer {il} cannot be kept full: {_why_not(geometry, il)}")
+        if head is not None and head >= len(rows[il]):
+            raise HwkvError(f"KV head {head} of layer {il} cannot be kept full: the layer has KV heads 0 to {len(rows[il]) - 1}")
+        for i in range(len(rows[il])) if head is None else (head,):
+            rows[il][i] = None
+    kept = [f"{il}" if head is None else f"{il}:{head}" for il, head in keep_full]
+    return _policy(geometry, rows, {"method": "uniform", "window": window, **({"keep_full": kept} if kept else {})})
+
+
+def matrix(geometry, path):
+    """Windows from a file: one row per configurable layer in execution order, one column per KV head.
+
+    CSV has "full" or a number per cell; empty lines and lines that start with # are skipped.
+    JSON has the same as a list of lists, or as an object of layer number: list.
+    """
+    path = Path(path)
+    rows = _read_json(path) if path.suffix.lower() == ".json" else _read_csv(path)
+    layers = _configurable(geometry)
+    if isinstance(rows, list):
+        if len(rows) != len(layers):
+            raise HwkvError(f"{path}: has {len(rows)} rows, the model has {len(layers)} configurable layers")
+        rows = {layer.layer: row for layer, row in zip(layers, rows)}
+    _check_lengths(geometry, rows, path)
+    return _policy(geometry, rows, {"method": "matrix", "file": path.name})
+
+
+def pattern(geometry, row=None, by_layer=None):
+    """One row of windows repeated over all configurable layers, and other rows for single layers."""
+    by_layer = by_layer or {}
+    rows = {layer.layer: row for layer in _configurable(geometry)} if row else {}
+    rows.update(by_layer)
+    _check_lengths(geometry, rows, "pattern")
+    shown = {str(il): format_row(r) for il, r in sorted(by_layer.items())}
+    return _policy(geometry, rows, {"method": "pattern", **({"pattern": format_row(row)} if row else {}),
+                                    **({"layers": shown} if shown else {})})
+
+
+def parse_row(text):
+    """Windows of "full,512,64". ValueError if a cell is neither "full" nor a number."""
+    return [parse_window(cell) for cell in text.split(",")]
+
+
+def parse_window(text):
+    text = text.strip()
+    if text == FULL:
+        return None
+    if not text.isascii() or not text.isdigit() or len(text) > 20:
+        raise ValueError(f'"{text[:40]}" is neither "{FULL}" nor a number of tokens')
+    return int(text)
+
+
+def format_row(row):
+    return ",".join(FULL if w is None else str(w) for w in row)
+
+
+def _configurable(geometry):
+    if geometry.refusal:
+        raise HwkvError(f"no policy fits a model of architecture {geometry.architecture}: {geometry.refusal}")
+    return geometry.configurable
+
+
+def _policy(geometry, rows, provenance):
+    policy = Policy(rows, model=geometry.describe(), provenance={**provenance, "made_by": "hand"})
+    policy.check(geometry)
+    return policy
+
+
+def _check_lengths(geometry, rows, source):
+    heads = {layer.layer: layer.n_head_kv for layer in geometry.configurable}
+    for il, row in rows.items():
+        if il not in heads:
+            raise HwkvError(f"{source}: layer {il} cannot take windows: {_why_not(geometry, il)}")
+        if len(row) != heads[il]:
+            raise HwkvError(f"{source}: layer {il} gets {len(row)} windows, the model has {heads[il]} KV heads there")
+
+
+def _why_not(geometry, il):
+    for layer in geometry.layers:
+        if layer.layer == il:
+            return layer.reason
+    return f"the model has layers 0 to {geometry.n_layer - 1}"
+
+
+def _read(path):
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            text = file.read(MAX_FILE_BYTES + 1)
+    except UnicodeDecodeError:
+        raise HwkvError(f"{path}: is not UTF-8 text") from None
+    except OSError as error:
+        raise HwkvError(f"{path}: cannot read: {error.strerror}") from None
+    if len(text) > MAX_FILE_BYTES:
+        raise HwkvError(f"{path}: not a matrix of windows: it is larger than {MAX_FILE_BYTES // 2**20} MiB")
+    return text
+
+
+def _read_csv(path):
+    rows = []
+    for number, cells in enumerate(csv.reader(_read(path).splitlines()), 1):
+        if not cells or not "".join(cells).strip() or cells[0].lstrip().startswith("#"):
+            continue
+        try:
+            rows.append([parse_window(cell) for cell in cells])
+        except ValueError as error:
+            raise HwkvError(f"{path}: line {number}: {error}") from None
+    return rows
+
+
+def _read_json(path):
+    try:
+        data = json.loads(_read(path))
+    except (ValueError, RecursionError) as error:
+        raise HwkvError(f"{path}: not JSON: {error}") from None
+    if isinstance(data, dict):
+        try:
+            data = {int(il): row for il, row in data.items()}
+        except ValueError:
+            raise HwkvError(f"{path}: keys that are layer numbers expected") from None
+    rows = data.values() if isinstance(data, dict) else data
+    if not isinstance(data, (dict, list)) or not all(isinstance(row, list) for row in rows):
+        raise HwkvError(f"{path}: a list of rows, or an object of layer: row expected")
+    return data
