@@ -102,7 +102,7 @@ def main(argv):
 
     python = VENV / "bin" / "python"
     if args.command == "demo":
-        os.execv(python, [str(python), "-m", "hwkv_llamacpp.demo", *args.rest])
+        os.execv(python, [str(python), str(VENV / "bin" / "hwkv"), "demo", *args.rest])
     if args.command == "test":
         os.chdir(ROOT)
         os.execv(python, [str(python), "-m", "pytest", *args.rest])

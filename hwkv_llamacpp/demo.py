@@ -1,0 +1,120 @@
+"""`hwkv demo`: the main job, end to end, on a small real model.
+
+Embeds a hand-made policy into SmolLM2-135M-Instruct, serves it with the real llama-server, and asks two questions about a text that is
+longer than the windows; once with full KV and once under the policy.
+"""
+
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from . import handmade, testmodels
+from .embed import embed
+from .footprint import predict
+from .geometry import ModelGeometry
+from .native import ROOT
+from .server import LlamaServer, ServerOptions
+
+MIB = 2**20
+N_CTX = 8192
+WINDOW = 512
+# Chosen by hand: layers that stay full in all their heads. Every other KV head keeps the last WINDOW tokens.
+FULL_LAYERS = (6, 12, 18, 24)
+QUESTIONS = ("What is the name of the harbour master's dog?", "What colour is my new boat?")
+
+
+def add_arguments(parser):
+    parser.description = (f"Fetches SmolLM2-135M-Instruct, embeds a hand-made policy, and serves it at a context of {N_CTX:,} tokens with "
+                          "full KV and under the policy. Takes a few minutes on two cores.")
+    parser.epilog = "example:\n  hwkv demo"
+    parser.add_argument("--output", type=Path, default=ROOT / "build" / "demo", metavar="DIR", help="folder for the files (default: %(default)s)")
+
+
+@dataclass
+class Arm:
+    """What one server run gave."""
+
+    kv_bytes: int
+    rss_bytes: int | None
+    prefill_ts: float
+    decode_ts: float
+    n_prompt: int
+    answers: list[str]
+
+
+def run(args):
+    console = Console(file=sys.stdout, highlight=False)
+    args.output.mkdir(parents=True, exist_ok=True)
+    source = testmodels.smollm2()
+    geometry = ModelGeometry.from_gguf(source)
+    policy = handmade.uniform(geometry, WINDOW, [(layer, None) for layer in FULL_LAYERS])
+    policy_path, model = args.output / "policy.json", args.output / "SmolLM2-135M-Instruct-hwkv.gguf"
+    policy.save(policy_path)
+    embed(source, policy, model, force=True)
+    console.print(f"Embedded a hand-made policy (calibration does not exist yet): {policy.summary(geometry)}.")
+
+    full_kv_bytes = predict(geometry, None, N_CTX).kv_bytes
+    arms = {}
+    for name, choice in (("full KV", "off"), ("policy", "embedded")):
+        log = args.output / f"llama-server-{choice}.log"
+        console.print(f"Serving with {name} ...")
+        with LlamaServer(ServerOptions(model=model, policy=choice, n_ctx=N_CTX, n_parallel=1, flash_attn="on",
+                                       # nothing but the KV cache may grow between the runs
+                                       extra=("--cache-ram", "0", "--ctx-checkpoints", "0")), log) as server:
+            arms[name] = measure(server, full_kv_bytes)
+
+    full, policy_arm = arms.values()
+    table = Table(title=f"SmolLM2-135M-Instruct, context {N_CTX:,}, prompt of {full.n_prompt:,} tokens, windows of {WINDOW}")
+    for heading in ("", *arms, "policy / full"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    table.add_row("full KV would take", *[f"{full_kv_bytes / MIB:.1f} MiB"] * 2, "")
+    row(table, "KV allocated", full.kv_bytes, policy_arm.kv_bytes, "MiB", MIB)
+    if full.rss_bytes and policy_arm.rss_bytes:
+        row(table, "process memory, peak RSS", full.rss_bytes, policy_arm.rss_bytes, "MiB", MIB)
+    row(table, "prefill", full.prefill_ts, policy_arm.prefill_ts, "t/s")
+    row(table, "decode", full.decode_ts, policy_arm.decode_ts, "t/s")
+    console.print(table)
+    for i, question in enumerate(QUESTIONS):
+        console.print(f"Q: {question}")
+        for name, arm in arms.items():
+            console.print(f"   {name:8s} {arm.answers[i]}", markup=False)
+    console.print(f"The policy is hand-made: the layers {', '.join(map(str, FULL_LAYERS))} stay full, all other KV heads keep {WINDOW} tokens. "
+                  "What a real policy loses and keeps will be measured by calibration.")
+    console.print(f"Files: {model}\n       {policy_path}\n       {args.output / 'llama-server-embedded.log'}", markup=False, soft_wrap=True)
+
+
+def measure(server, full_kv_bytes):
+    answers, timings = [], []
+    for question in QUESTIONS:
+        reply = server.post("/v1/chat/completions", {
+            "messages": [{"role": "user", "content": f"Here is the diary of a lighthouse keeper.\n\n{diary()}\n\n{question}"}],
+            "max_tokens": 64, "temperature": 0}, timeout=1800)
+        answers.append(reply["choices"][0]["message"]["content"].strip())
+        timings.append(reply["timings"])
+    # how fast tokens come out with the whole text in the cache, over more tokens than an answer has
+    more = server.post("/completion", {"prompt": diary(), "n_predict": 64, "ignore_eos": True, "temperature": 0}, timeout=1800)
+    hwkv = server.props()["hwkv"]
+    memory = server.memory()
+    return Arm(hwkv["kv_bytes"] if hwkv["active"] else full_kv_bytes, memory and memory["rss_peak_bytes"],
+               timings[0]["prompt_per_second"], more["timings"]["predicted_per_second"], timings[0]["prompt_n"], answers)
+
+
+def row(table, name, full, policy, unit, scale=1):
+    table.add_row(name, f"{full / scale:.1f} {unit}", f"{policy / scale:.1f} {unit}", f"{policy / full:.2f}")
+
+
+def diary(n_days=110):
+    """About 3,000 tokens of invented diary. One fact stands near its start, one near its end."""
+    rng = random.Random(1)
+    weather = ("calm", "grey", "windy", "bright", "cold", "misty", "warm", "stormy")
+    work = ("I cleaned the lamp", "I painted the railing", "I counted the gulls", "I mended a net", "I wrote three letters",
+            "I oiled the hinges of the door", "I swept the stairs", "I cooked fish and potatoes")
+    sights = ("a fishing boat passed", "two sailors waved from their ship", "the ferry was late", "the tide reached the lower step",
+              "a seal slept on the rocks", "the post came by boat", "the fog horn sounded twice", "clouds hung over the hills")
+    facts = {9: " The harbour master's dog is called Biscuit.", n_days - 9: " My new boat is painted yellow."}
+    return "\n".join(f"Day {day}. The morning was {rng.choice(weather)}. {rng.choice(work)}, and in the afternoon {rng.choice(sights)}."
+                     + facts.get(day, "") for day in range(1, n_days + 1))
