@@ -345,9 +345,7 @@ def _read_geometry(file):
         elif n_layer_kv is not None and il >= n_layer_kv:
             source = n_layer_kv - (2 if swa[il] else 1)
             kind, reason = "reuse", f"it reuses the KV of layer {source}"
-        elif arch.recurrent == PARALLEL:
-            pass
-        elif recurrent[il]:
+        elif recurrent[il] and arch.recurrent != PARALLEL:
             kind, reason = "recurrent", "it is recurrent and keeps a state instead of KV"
         elif arch.recurrent == NEMOTRON_H and n_ff[il]:
             kind, reason = "none", "it has no attention"

@@ -52,7 +52,12 @@ def draw(policy, geometry=None, title=None):
 
     numbered = n_layers <= MAX_NUMBERED
     cell = 0.46 if numbered else 0.27
-    figure = Figure(figsize=(max(4.6, cell * n_layers + 1.0), max(1.0, cell * n_heads) + 1.45), layout="constrained")
+    patches = [Patch(color=FULL_COLOR, label="full")] if any_full else []
+    if len(windows) <= MAX_NAMED:
+        patches = [Patch(color=cmap(norm(w)), label=short(w)) for w in windows] + patches
+    margin = 1.0  # inches beside the cells
+    width = max(cell * n_layers + margin, 0.68 * len(patches) + 0.6, 3.4)
+    figure = Figure(figsize=(width, cell * n_heads + (1.3 if title else 1.05) + 0.35 * (len(windows) > MAX_NAMED)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for x, row in enumerate(rows.values()):
@@ -63,7 +68,8 @@ def draw(policy, geometry=None, title=None):
                 dark = window is None or norm(window) > 0.6
                 axes.text(x + 0.5, y + 0.52, short(window), ha="center", va="center", fontsize=7,
                           color="white" if dark else INK)
-    axes.set(xlim=(0, n_layers), ylim=(n_heads, 0), aspect="equal")
+    room = max(0, ((width - margin) / cell - n_layers) / 2)  # few layers keep cells of the usual size
+    axes.set(xlim=(-room, n_layers + room), ylim=(n_heads, 0), aspect="equal")
     step = max(1, -(-n_layers // 40))
     axes.set_xticks([x + 0.5 for x in range(0, n_layers, step)], list(rows)[::step])
     step = max(1, -(-n_heads // 24))
@@ -71,18 +77,17 @@ def draw(policy, geometry=None, title=None):
     axes.tick_params(length=0, labelsize=8 if numbered else 6.5, labelcolor=INK)
     axes.set_xlabel("layer", color=INK, fontsize=9)
     axes.set_ylabel("KV head", color=INK, fontsize=9)
+    axes.spines["left"].set_position(("data", 0))  # labels stay beside the cells
     for spine in axes.spines.values():
         spine.set_visible(False)
     if title:
         figure.suptitle(title, color=INK, fontsize=10)
 
-    patches = [Patch(color=FULL_COLOR, label="full")] if any_full else []
-    if len(windows) <= MAX_NAMED:
-        patches = [Patch(color=cmap(norm(w)), label=short(w)) for w in windows] + patches
     if patches:
-        figure.legend(handles=patches, loc="outside lower center", ncols=min(len(patches), max(3, int(figure.get_figwidth() / 0.8))),
-                      frameon=False, fontsize=8, labelcolor=INK, handlelength=1.1, handleheight=1.1, columnspacing=1.2,
-                      title="window, tokens" if len(windows) <= MAX_NAMED else None, title_fontsize=8)
+        legend = figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=8,
+                               labelcolor=INK, handlelength=1.1, handleheight=1.1, columnspacing=1.2, borderaxespad=0.2,
+                               title="window, tokens" if len(windows) <= MAX_NAMED else None, title_fontsize=8)
+        legend.get_title().set_color(INK)
     if len(windows) > MAX_NAMED:
         powers = [2**k for k in range(32) if low <= 2**k <= high] or [low, high]
         bar = figure.colorbar(ScalarMappable(norm, cmap), ax=axes, orientation="horizontal", aspect=40, pad=0.04,
