@@ -4,7 +4,7 @@ import errno
 import os
 import secrets
 import stat
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .errors import HwkvError
@@ -74,10 +74,8 @@ def _link(source, target):
 
 
 def _discard(partial):
-    try:
+    with suppress(OSError):  # renamed already, or never made
         os.unlink(partial)
-    except OSError:  # renamed already, or never made
-        pass
 
 
 def _sync_folder(folder):
@@ -87,8 +85,7 @@ def _sync_folder(folder):
     except OSError:
         return
     try:
-        os.fsync(fd)
-    except OSError:
-        pass
+        with suppress(OSError):
+            os.fsync(fd)
     finally:
         os.close(fd)

@@ -9,7 +9,7 @@ import errno
 import json
 import os
 import struct
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from gguf.constants import GGUFValueType
@@ -21,7 +21,7 @@ from .geometry import ModelGeometry
 from .gguf_file import MAGIC, SHARD_NAME, GGUFFile, open_first_shard, shard_name
 from .policy import Policy, to_line
 
-# The same names stand in native/src/llama-hwkv.h; a test compares them.
+# The same names stand in native/src/llama-hwkv-policy.cpp; a test compares them.
 PREFIX = "hwkv."
 KEY_VERSION = "hwkv.version"          # u32
 KEY_N_SINK = "hwkv.n_sink"            # u32
@@ -80,7 +80,8 @@ def embed(model_path, policy, out_path, *, force=False, link_shards=False, progr
                         _copy_bytes(shard, 0, shard.size, file, bar)
         except BaseException:
             for target in new:  # interrupted between two renames
-                target.unlink(missing_ok=True)
+                with suppress(OSError):
+                    target.unlink()
             raise
     return targets
 
@@ -130,13 +131,15 @@ def _decode(file):
                         f" {len(layers)} that sum to {len(windows)} expected")
     if len(set(layers)) != len(layers):
         raise HwkvError(f"{file.path}: key '{KEY_LAYERS}' lists a layer twice")
+    n_sink = _read(file, KEY_N_SINK, int) if KEY_N_SINK in file.fields else 0
+    model, provenance = _read_json(file, KEY_MODEL), _read_json(file, KEY_PROVENANCE)
     rows, pos = {}, 0
     for il, n in zip(layers, counts):
         # 0 is no window: Policy refuses it, as it refuses what lies below -1
         rows[il] = tuple(None if w == FULL_WINDOW else w for w in windows[pos:pos + n])
         pos += n
     try:
-        return Policy(rows, _read(file, KEY_N_SINK, int), _read_json(file, KEY_MODEL), _read_json(file, KEY_PROVENANCE))
+        return Policy(rows, n_sink, model, provenance)
     except HwkvError as error:
         raise HwkvError(f"{file.path}: embedded {error}") from None
 
