@@ -1,0 +1,645 @@
+// Tests of the grouped KV cache on small models, such as those that test-llama-archs saves with -o DIR
+//
+//   test-hwkv archs DIR          every architecture: windowed rings against rings of full size with the same masks, and the
+//                                grouped path with full windows against upstream's own path; or refused, with the reason
+//   test-hwkv walk  MODEL [...]  a random walk of sequence operations: whenever one claims success, the next logits are
+//                                those of a fresh run
+
+#include "ggml.h"
+#include "llama.h"
+#include "llama-cpp.h"
+#include "llama-hwkv-cpp.h"
+
+#include "../vendor/nlohmann/json.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <random>
+#include <string>
+#include <vector>
+
+using json = nlohmann::ordered_json;
+
+#define REQUIRE(cond, ...)                                                    \
+    do {                                                                      \
+        if (!(cond)) {                                                        \
+            fprintf(stderr, "%s:%d: %s: ", __FILE__, __LINE__, #cond);        \
+            fprintf(stderr, __VA_ARGS__);                                     \
+            fprintf(stderr, "\n");                                            \
+            exit(1);                                                          \
+        }                                                                     \
+    } while (0)
+
+static double nmse(const std::vector<float> & a, const std::vector<float> & b) {
+    double err = 0.0;
+    double ref = 0.0;
+
+    for (size_t i = 0; i < a.size(); ++i) {
+        err += (a[i] - b[i])*(a[i] - b[i]);
+        ref += b[i]*b[i];
+    }
+
+    // also false for NaN
+    return ref > 0.0 && err <= 1e30 ? err/ref : INFINITY;
+}
+
+//
+// models and contexts
+//
+
+static llama_model_ptr load(const std::string & path, const std::string & policy) {
+    std::vector<llama_model_kv_override> overrides;
+    llama_hwkv_policy_override(overrides, policy);
+
+    auto params = llama_model_default_params();
+
+    params.n_gpu_layers = 0;
+    params.kv_overrides = overrides.data();
+
+    return llama_model_ptr(llama_model_load_from_file(path.c_str(), params));
+}
+
+static json layers_of(const llama_model * model) {
+    std::string res(llama_hwkv_layers(model, nullptr, 0), '\0');
+    llama_hwkv_layers(model, &res[0], res.size() + 1);
+
+    return json::parse(res);
+}
+
+// windows_of(layer, KV head) gives a window or 0 for full
+template <typename F>
+static std::string make_policy(const json & layers, F && windows_of) {
+    json rows = json::array();
+
+    for (const auto & layer : layers["layers"]) {
+        if (layer["kind"] != "attention") {
+            continue;
+        }
+
+        json windows = json::array();
+
+        for (int ih = 0; ih < layer["n_head_kv"]; ++ih) {
+            const int w = windows_of((int) rows.size(), ih);
+
+            windows.push_back(w == 0 ? json("full") : json(w));
+        }
+
+        rows.push_back({ { "layer", layer["layer"] }, { "windows", windows } });
+    }
+
+    const std::string text = json({ { "format", "hwkv-policy" }, { "version", 1 }, { "layers", rows } }).dump();
+
+    char id [64];
+    char err[1024];
+    REQUIRE(llama_hwkv_register(text.c_str(), id, sizeof(id), err, sizeof(err)) == 0, "%s", err);
+
+    return id;
+}
+
+struct env {
+    explicit env(const char * name) : name(name) { setenv(name, "1", 1); }
+    ~env() { unsetenv(name); }
+
+    const char * name;
+};
+
+static llama_context_params ctx_params(uint32_t n_ctx, uint32_t n_batch, uint32_t n_ubatch) {
+    auto params = llama_context_default_params();
+
+    params.n_ctx           = n_ctx;
+    params.n_batch         = n_batch;
+    params.n_ubatch        = n_ubatch;
+    params.n_threads       = 2;
+    params.n_threads_batch = 2;
+
+    return params;
+}
+
+static llama_context_ptr full_ring_context(llama_model * model, const llama_context_params & params) {
+    env full_ring("LLAMA_HWKV_FULL_RING");
+
+    return llama_context_ptr(llama_init_from_model(model, params));
+}
+
+struct token_at {
+    llama_token  token;
+    llama_pos    pos;
+    llama_seq_id seq;
+    bool         output;
+};
+
+static int decode(llama_context * ctx, const std::vector<token_at> & tokens) {
+    llama_batch batch = llama_batch_init(tokens.size(), 0, 1);
+
+    for (const auto & t : tokens) {
+        const int i = batch.n_tokens++;
+
+        batch.token   [i]    = t.token;
+        batch.pos     [i]    = t.pos;
+        batch.n_seq_id[i]    = 1;
+        batch.seq_id  [i][0] = t.seq;
+        batch.logits  [i]    = t.output;
+    }
+
+    const int res = llama_decode(ctx, batch);
+
+    llama_batch_free(batch);
+
+    return res;
+}
+
+static std::vector<float> logits_of(llama_context * ctx, int i) {
+    const float * logits = llama_get_logits_ith(ctx, i);
+    REQUIRE(logits, "no logits");
+
+    return std::vector<float>(logits, logits + llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(ctx))));
+}
+
+// prefill n_prompt tokens, then decode the rest one by one; the logits of all of these
+static std::vector<float> run(llama_context * ctx, const std::vector<llama_token> & tokens, size_t n_prompt) {
+    llama_memory_clear(llama_get_memory(ctx), true);
+
+    std::vector<token_at> batch;
+    std::vector<float>    res;
+
+    for (size_t i = 0; i < tokens.size(); ++i) {
+        batch.push_back({ tokens[i], (llama_pos) i, 0, i + 1 >= n_prompt });
+
+        if (i + 1 >= n_prompt || batch.size() == llama_n_batch(ctx)) {
+            if (decode(ctx, batch) != 0) {
+                return {};
+            }
+            if (i + 1 >= n_prompt) {
+                const auto logits = logits_of(ctx, -1);
+                res.insert(res.end(), logits.begin(), logits.end());
+            }
+
+            batch.clear();
+        }
+    }
+
+    return res;
+}
+
+static std::vector<llama_token> random_tokens(const llama_model * model, size_t n, std::mt19937 & rng) {
+    std::vector<llama_token> res(n);
+
+    for (auto & t : res) {
+        t = rng() % llama_vocab_n_tokens(llama_model_get_vocab(model));
+    }
+
+    return res;
+}
+
+//
+// archs
+//
+
+// one architecture: returns what to print; exits on a failure
+static std::string test_arch(const std::string & path) {
+    std::string policy;
+
+    {
+        auto model = load(path, "off");
+
+        if (!model) {
+            return "not loaded by this build";
+        }
+
+        const json layers = layers_of(model.get());
+
+        if (!layers["refusal"].is_null()) {
+            // a policy for it must be refused when the context is made
+            policy = make_policy(layers, [](int, int) { return 32; });
+
+            auto refused = load(path, policy);
+
+            if (refused && policy != make_policy(json({ { "layers", json::array() } }), [](int, int) { return 0; })) {
+                llama_context_ptr ctx(llama_init_from_model(refused.get(), ctx_params(2048, 512, 64)));
+                REQUIRE(!ctx || !llama_hwkv_active(ctx.get()), "%s: a policy is served in spite of: %s", path.c_str(), layers["refusal"].dump().c_str());
+            }
+
+            return "refused: " + layers["refusal"].get<std::string>();
+        }
+
+        // different per layer and head, some full
+        policy = make_policy(layers, [](int i, int ih) { return std::vector<int>({ 32, 0, 100, 16 })[(i + ih) % 4]; });
+    }
+
+    auto off = load(path, "off");
+    auto on  = load(path, policy);
+
+    REQUIRE(on, "%s: the policy is not accepted", path.c_str());
+
+    std::mt19937 rng(1);
+
+    const auto tokens = random_tokens(off.get(), 1500 + 16, rng);
+
+    std::string res = "ok:";
+
+    for (const bool fa : { true, false }) {
+        auto params = ctx_params(2048, 512, 64);
+
+        params.flash_attn_type = fa ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
+
+        // without FlashAttention in full precision: a wrong cell cannot hide in rounding
+        params.type_k = fa ? GGML_TYPE_F16 : GGML_TYPE_F32;
+        params.type_v = fa ? GGML_TYPE_F16 : GGML_TYPE_F32;
+
+        llama_context_ptr ctx_off(llama_init_from_model(off.get(), params));
+
+        if (!ctx_off) {
+            return "upstream cannot make a context";
+        }
+
+        const auto logits_off = run(ctx_off.get(), tokens, 1500);
+
+        if (logits_off.empty()) {
+            return "upstream cannot decode";
+        }
+
+        {
+            env force("LLAMA_HWKV_FORCE");
+
+            llama_context_ptr ctx(llama_init_from_model(off.get(), params));
+            REQUIRE(ctx && llama_hwkv_active(ctx.get()), "%s: no grouped cache", path.c_str());
+
+            const double err = nmse(run(ctx.get(), tokens, 1500), logits_off);
+            REQUIRE(err <= 1e-9, "%s: full windows differ from upstream's path: NMSE %g (fa %d)", path.c_str(), err, fa);
+        }
+
+        llama_context_ptr ctx(llama_init_from_model(on.get(), params));
+        REQUIRE(ctx && llama_hwkv_active(ctx.get()), "%s: no grouped cache", path.c_str());
+
+        for (const auto & group : json::parse(llama_hwkv_info_str(ctx.get()))["groups"]) {
+            REQUIRE(group["window"].is_null() || group["cells"] <= 256, "%s: the ring of window %s does not evict", path.c_str(), group["window"].dump().c_str());
+        }
+
+        auto ctx_ref = full_ring_context(on.get(), params);
+        REQUIRE(ctx_ref, "%s: no grouped cache with full rings", path.c_str());
+
+        const auto   logits_ref = run(ctx_ref.get(), tokens, 1500);
+        const double err        = nmse(run(ctx.get(), tokens, 1500), logits_ref);
+        const double effect     = nmse(logits_ref, logits_off);
+
+        // F16 K/V: other cell orders sum in another order and round to F16 on the way
+        const double tol = fa ? 1e-5 : 1e-8;
+
+        REQUIRE(err <= tol, "%s: the rings differ from full rings: NMSE %g > %g (fa %d)", path.c_str(), err, tol, fa);
+
+        char buf[128];
+        snprintf(buf, sizeof(buf), " %s NMSE %.1e (windows change the logits by %.1e)", fa ? "fa" : "no fa", err, effect);
+        res += buf;
+    }
+
+    return res;
+}
+
+static int test_archs(const std::string & dir) {
+    std::vector<std::string> paths;
+
+    for (const auto & entry : std::filesystem::directory_iterator(dir)) {
+        if (entry.path().extension() == ".gguf") {
+            paths.push_back(entry.path().string());
+        }
+    }
+
+    std::sort(paths.begin(), paths.end());
+
+    REQUIRE(!paths.empty(), "no models in %s", dir.c_str());
+
+    size_t n_ok = 0;
+
+    for (const auto & path : paths) {
+        const auto res = test_arch(path);
+
+        n_ok += res.rfind("ok", 0) == 0;
+
+        printf("%-40s %s\n", std::filesystem::path(path).stem().c_str(), res.c_str());
+        fflush(stdout);
+    }
+
+    printf("%zu of %zu models are served under a policy\n", n_ok, paths.size());
+
+    return n_ok > 0 ? 0 : 1;
+}
+
+//
+// walk
+//
+
+struct walk_params {
+    bool     unified  = true;
+    bool     fa       = true;
+    uint32_t n_ubatch = 32;
+    uint32_t seed     = 1;
+    int      n_steps  = 60;
+};
+
+struct walk {
+    static constexpr uint32_t N_SEQ = 3;
+    static constexpr uint32_t N_CTX = 1280; // of one sequence
+
+    walk(const std::string & path, const walk_params & wp) : wp(wp), rng(wp.seed) {
+        json layers;
+
+        {
+            auto model = load(path, "off");
+            REQUIRE(model, "cannot load %s", path.c_str());
+            layers = layers_of(model.get());
+        }
+
+        const std::vector<int> choices = { 16, 40, 40, 150, 0 };
+
+        const auto random_window = [&](int, int) { return choices[rng() % choices.size()]; };
+
+        model       = load(path, make_policy(layers, random_window));
+        model_other = load(path, make_policy(layers, [&](int i, int ih) { return i + ih == 0 ? 17 : random_window(i, ih); }));
+
+        auto params = ctx_params(wp.unified ? N_SEQ*N_CTX : N_SEQ*N_CTX, 256, wp.n_ubatch);
+
+        params.n_seq_max       = N_SEQ;
+        params.kv_unified      = wp.unified;
+        params.flash_attn_type = wp.fa ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
+        params.type_k          = wp.fa ? GGML_TYPE_F16 : GGML_TYPE_F32;
+        params.type_v          = wp.fa ? GGML_TYPE_F16 : GGML_TYPE_F32;
+
+        ctx.reset(llama_init_from_model(model.get(), params));
+        ctx_other.reset(llama_init_from_model(model_other.get(), params));
+
+        params.n_ctx     = N_CTX;
+        params.n_seq_max = 1;
+
+        ctx_fresh = full_ring_context(model.get(), params);
+
+        REQUIRE(ctx && ctx_other && ctx_fresh, "cannot make the contexts");
+        REQUIRE(llama_hwkv_active(ctx.get()), "the policy happens to be all full, choose another seed");
+
+        mem = llama_get_memory(ctx.get());
+    }
+
+    const walk_params wp;
+
+    std::mt19937 rng;
+
+    llama_model_ptr model, model_other;
+
+    llama_context_ptr ctx, ctx_other, ctx_fresh;
+
+    llama_memory_t mem;
+
+    // what each sequence holds
+    std::vector<llama_token> seqs[N_SEQ];
+
+    struct saved_state {
+        std::vector<llama_token> tokens;
+        std::vector<uint8_t>     data;
+    };
+
+    saved_state saved;      // of one sequence
+    saved_state checkpoint; // partial, of sequence 0: valid while sequence 0 starts with its tokens
+
+    double worst = 0.0;
+    int    n_refused = 0;
+
+    uint32_t pick(uint32_t n) { return rng() % n; }
+
+    // room for n more tokens in sequence s
+    bool fits(uint32_t s, size_t n) const { return seqs[s].size() + n + 8 <= N_CTX; }
+
+    // append n random tokens to each of some sequences in one batch, in runs or interleaved
+    void op_decode(const std::vector<uint32_t> & which, size_t n) {
+        std::vector<token_at> batch;
+
+        const bool interleave = pick(2) == 0;
+
+        for (const uint32_t s : which) {
+            for (size_t i = 0; i < n; ++i) {
+                const llama_token t = random_tokens(model.get(), 1, rng)[0];
+
+                batch.push_back({ t, (llama_pos) seqs[s].size(), (llama_seq_id) s, i + 1 == n });
+                seqs[s].push_back(t);
+            }
+        }
+
+        if (interleave) {
+            std::stable_sort(batch.begin(), batch.end(), [](const auto & a, const auto & b) { return a.pos < b.pos; });
+        }
+
+        // llama-server's batches are at most n_batch tokens
+        for (size_t i = 0; i < batch.size(); i += llama_n_batch(ctx.get())) {
+            const std::vector<token_at> part(batch.begin() + i, batch.begin() + std::min(batch.size(), i + llama_n_batch(ctx.get())));
+
+            REQUIRE(decode(ctx.get(), part) == 0, "decode fails although the context has room");
+        }
+    }
+
+    void op_rm(uint32_t s, llama_pos p0) {
+        const llama_pos pos_min = llama_memory_seq_pos_min(mem, s);
+        const llama_pos pos_max = llama_memory_seq_pos_max(mem, s);
+
+        REQUIRE(pos_max == (llama_pos) seqs[s].size() - 1, "pos_max is %d, expected %d", pos_max, (int) seqs[s].size() - 1);
+
+        const bool ok = llama_memory_seq_rm(mem, s, p0, -1);
+
+        if (p0 > 0 && p0 <= pos_max) {
+            REQUIRE(ok == (pos_min < p0), "seq_rm(%d) is %d, but pos_min is %d", p0, ok, pos_min);
+        }
+
+        n_refused += !ok;
+
+        if (ok) {
+            seqs[s].resize(std::min<size_t>(seqs[s].size(), p0));
+        }
+
+        REQUIRE(llama_memory_seq_pos_max(mem, s) == (llama_pos) seqs[s].size() - 1, "pos_max after seq_rm(%d)", p0);
+    }
+
+    void op_clear(uint32_t s) {
+        REQUIRE(llama_memory_seq_rm(mem, s, -1, -1), "a sequence cannot be removed");
+        seqs[s].clear();
+    }
+
+    void op_cp(uint32_t src, uint32_t dst) {
+        op_clear(dst);
+        llama_memory_seq_cp(mem, src, dst, -1, -1);
+        seqs[dst] = seqs[src];
+    }
+
+    void op_save(uint32_t s) {
+        saved.tokens = seqs[s];
+        saved.data.resize(llama_state_seq_get_size(ctx.get(), s));
+
+        const size_t n = llama_state_seq_get_data(ctx.get(), saved.data.data(), saved.data.size(), s);
+        REQUIRE(n == saved.data.size(), "%zu of %zu bytes saved", n, saved.data.size());
+
+        // another policy must refuse it and keep no trace
+        REQUIRE(llama_state_seq_set_data(ctx_other.get(), saved.data.data(), saved.data.size(), 0) == 0, "a state is restored under another policy");
+        REQUIRE(llama_memory_seq_pos_max(llama_get_memory(ctx_other.get()), 0) == -1, "a refused state leaves cells");
+    }
+
+    void op_restore(uint32_t s) {
+        if (saved.data.empty()) {
+            return;
+        }
+
+        // cut short: refused, and the sequence is empty then
+        if (pick(4) == 0) {
+            REQUIRE(llama_state_seq_set_data(ctx.get(), saved.data.data(), saved.data.size()/2, s) == 0, "half a state is restored");
+            REQUIRE(llama_memory_seq_pos_max(mem, s) == -1, "half a state leaves cells");
+        }
+
+        REQUIRE(llama_state_seq_set_data(ctx.get(), saved.data.data(), saved.data.size(), s) == saved.data.size(), "a state is not restored");
+        seqs[s] = saved.tokens;
+    }
+
+    // what llama-server does with a context checkpoint
+    void op_checkpoint() {
+        if (checkpoint.data.empty()) {
+            checkpoint.tokens = seqs[0];
+            checkpoint.data.resize(llama_state_seq_get_size_ext(ctx.get(), 0, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY));
+            REQUIRE(llama_state_seq_get_data_ext(ctx.get(), checkpoint.data.data(), checkpoint.data.size(), 0, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) == checkpoint.data.size(), "checkpoint");
+            return;
+        }
+
+        const bool valid = seqs[0].size() >= checkpoint.tokens.size() && std::equal(checkpoint.tokens.begin(), checkpoint.tokens.end(), seqs[0].begin());
+
+        if (valid) {
+            REQUIRE(llama_state_seq_set_data_ext(ctx.get(), checkpoint.data.data(), checkpoint.data.size(), 0, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) == checkpoint.data.size(), "a checkpoint is not restored");
+            REQUIRE(llama_memory_seq_rm(mem, 0, checkpoint.tokens.size(), -1), "a restored checkpoint cannot be continued");
+            seqs[0] = checkpoint.tokens;
+        }
+
+        checkpoint = {};
+    }
+
+    void op_whole_state() {
+        std::vector<uint8_t> data(llama_state_get_size(ctx.get()));
+
+        const size_t n = llama_state_get_data(ctx.get(), data.data(), data.size());
+
+        for (uint32_t s = 0; s < N_SEQ; ++s) {
+            llama_memory_seq_rm(mem, s, -1, -1);
+        }
+
+        REQUIRE(llama_state_set_data(ctx.get(), data.data(), n) == n, "a whole state is not restored");
+    }
+
+    // the next logits of a sequence against those of a fresh run of the same tokens
+    void verify(uint32_t s) {
+        if (!fits(s, 1)) {
+            return;
+        }
+
+        op_decode({ s }, 1);
+
+        const double err = nmse(logits_of(ctx.get(), -1), run(ctx_fresh.get(), seqs[s], seqs[s].size()));
+
+        worst = std::max(worst, err);
+
+        REQUIRE(err <= (wp.fa ? 1e-4 : 1e-8), "sequence %u of %zu tokens differs from a fresh run: NMSE %g", s, seqs[s].size(), err);
+    }
+
+    void step() {
+        const uint32_t s = pick(N_SEQ);
+
+        switch (pick(11)) {
+            case 0: case 1: case 2: {
+                const size_t n = 1 + pick(pick(2) ? 4 : 300);
+
+                std::vector<uint32_t> which;
+
+                for (uint32_t i = 0; i < N_SEQ; ++i) {
+                    if (fits(i, n) && (i == s || pick(2) == 0)) {
+                        which.push_back(i);
+                    }
+                }
+
+                op_decode(which, n);
+            } break;
+            case 3: case 4: op_rm(s, seqs[s].empty() ? 0 : pick(seqs[s].size() + 1)); break;
+            case 5: op_rm(s, seqs[s].size() - std::min<size_t>(seqs[s].size(), pick(60))); break;
+            case 6: op_cp(s, (s + 1 + pick(N_SEQ - 1)) % N_SEQ); break;
+            case 7: op_save(s); break;
+            case 8: op_restore(s); break;
+            case 9: op_checkpoint(); break;
+            case 10: pick(3) == 0 ? op_whole_state() : op_clear(s); break;
+        }
+
+        verify(pick(N_SEQ));
+    }
+};
+
+static int test_walk(const std::string & path, const walk_params & wp) {
+    walk w(path, wp);
+
+    for (int i = 0; i < wp.n_steps; ++i) {
+        w.step();
+    }
+
+    printf("%-28s seed %3u, %-7s, %-5s, -ub %-3u: %d steps, worst NMSE %.1e, %d cuts refused\n",
+            std::filesystem::path(path).stem().c_str(), wp.seed, wp.unified ? "unified" : "split", wp.fa ? "fa" : "no fa",
+            wp.n_ubatch, wp.n_steps, w.worst, w.n_refused);
+    fflush(stdout);
+
+    return 0;
+}
+
+static int usage(const char * name) {
+    fprintf(stderr, "usage: %s archs DIR\n       %s walk MODEL [--seeds FIRST LAST] [--steps N]\n", name, name);
+    return 2;
+}
+
+int main(int argc, char ** argv) {
+    if (argc < 3) {
+        return usage(argv[0]);
+    }
+
+    const std::string mode = argv[1];
+    const std::string path = argv[2];
+
+    uint32_t    seed_first = 1;
+    uint32_t    seed_last  = 4;
+    walk_params wp;
+
+    for (int i = 3; i < argc; ++i) {
+        if (strcmp(argv[i], "--seeds") == 0 && i + 2 < argc) {
+            seed_first = atoi(argv[++i]);
+            seed_last  = atoi(argv[++i]);
+        } else if (strcmp(argv[i], "--steps") == 0 && i + 1 < argc) {
+            wp.n_steps = atoi(argv[++i]);
+        } else {
+            return usage(argv[0]);
+        }
+    }
+
+    llama_log_set([](ggml_log_level level, const char * text, void *) {
+        if (getenv("TEST_HWKV_LOG") || level == GGML_LOG_LEVEL_ERROR) {
+            fputs(text, stderr);
+        }
+    }, nullptr);
+
+    llama_backend_init();
+
+    int res = 2;
+
+    if (mode == "archs") {
+        res = test_archs(path);
+    } else if (mode == "walk") {
+        for (wp.seed = seed_first; wp.seed <= seed_last; ++wp.seed) {
+            wp.unified  = wp.seed % 2 == 0;
+            wp.fa       = wp.seed/2 % 2 == 0;
+            wp.n_ubatch = wp.seed/4 % 2 == 0 ? 32 : 256;
+
+            res = test_walk(path, wp);
+        }
+    }
+
+    llama_backend_free();
+
+    return res == 2 ? usage(argv[0]) : res;
+}
