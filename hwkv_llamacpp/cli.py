@@ -30,7 +30,11 @@ def main(argv=None):
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `hwkv info MODEL | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _close_stdout()
+        return 1
+    except OSError as error:  # of stdout: files are read and written under sentences of their own
+        _close_stdout()
+        print(f"error: cannot print: {error.strerror}", file=sys.stderr)
         return 1
 
 
@@ -185,14 +189,14 @@ def run_make_uniform(args):
     from . import handmade
     from .geometry import ModelGeometry
 
-    return _finish_make(args, handmade.uniform(ModelGeometry.from_gguf(args.model), args.window, args.keep_full))
+    _write_policy(args, handmade.uniform(ModelGeometry.from_gguf(args.model), args.window, args.keep_full))
 
 
 def run_make_matrix(args):
     from . import handmade
     from .geometry import ModelGeometry
 
-    return _finish_make(args, handmade.matrix(ModelGeometry.from_gguf(args.model), args.matrix))
+    _write_policy(args, handmade.matrix(ModelGeometry.from_gguf(args.model), args.matrix))
 
 
 def run_make_pattern(args):
@@ -204,11 +208,7 @@ def run_make_pattern(args):
     layers = dict(args.layer)
     if len(layers) != len(args.layer):
         raise HwkvError("--layer names a layer twice")
-    return _finish_make(args, handmade.pattern(ModelGeometry.from_gguf(args.model), args.pattern, layers))
-
-
-def _finish_make(args, policy):
-    return _write_policy(args, policy)
+    _write_policy(args, handmade.pattern(ModelGeometry.from_gguf(args.model), args.pattern, layers))
 
 
 def run_show(args):
@@ -282,9 +282,12 @@ def run_check(args):
 
 def run_embed(args):
     from .embed import embed
+    from .geometry import ModelGeometry
     from .policy import Policy
 
-    paths = embed(args.model, Policy.load(args.policy), args.output, force=args.force, link_shards=args.link, progress=True)
+    policy = Policy.load(args.policy)
+    policy.check(ModelGeometry.from_gguf(args.model), args.policy)  # here, because here it has a file name
+    paths = embed(args.model, policy, args.output, force=args.force, link_shards=args.link, progress=True)
     if args.json:
         return _print_json({"written": [str(path) for path in paths]})
     for path in paths:
@@ -297,7 +300,7 @@ def run_extract(args):
     policy = read_policy(args.model)
     if policy is None:
         raise HwkvError(f"{args.model}: has no embedded policy")
-    return _write_policy(args, policy)
+    _write_policy(args, policy)
 
 
 # options
@@ -421,6 +424,11 @@ def _ranges(numbers):
         else:
             runs.append([n, n])
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _close_stdout():
+    """Drops what is still buffered, so that Python does not fail on it once more at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _terminate(signum, frame):

@@ -102,10 +102,10 @@ def draw(policy, geometry=None, title=None):
 
 
 def short(window):
-    """512, 1.5K, 128K, full: at most five characters up to a million."""
+    """512, 1.5K, 128K, 2G, full: at most five characters."""
     if window is None:
         return "full"
-    for unit, name in ((2**20, "M"), (2**10, "K")):
+    for unit, name in ((2**30, "G"), (2**20, "M"), (2**10, "K")):
         if window >= unit:
-            return f"{window / unit:.3g}{name}"
+            return f"{window / unit:.4g}"[:4].rstrip(".") + name
     return str(window)

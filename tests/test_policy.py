@@ -297,7 +297,7 @@ def test_round_trips_of_any_policy():
     leaves = st.none() | st.booleans() | st.integers(-2**70, 2**70) | st.floats(allow_nan=False, allow_infinity=False) | st.text()
     values = st.recursive(leaves, lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(), x, max_size=3), max_leaves=8)
 
-    @hypothesis.settings(max_examples=150, deadline=None)
+    @hypothesis.settings(max_examples=150, deadline=None, database=None)
     @hypothesis.given(st.dictionaries(st.integers(0, 600), st.lists(windows, min_size=1, max_size=9), max_size=6),
                       st.integers(0, 2**31 - 1), st.none() | st.dictionaries(st.text(), values, max_size=3))
     def check(layers, n_sink, provenance):
