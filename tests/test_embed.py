@@ -180,6 +180,55 @@ def test_real_models(name, request, tmp_path):
             assert a.read() == b.read()
 
 
+# llama.cpp's own programs on the result
+
+@pytest.fixture
+def program():
+    """program(name, *words): runs a program of the unpatched build, or else of ours; returns what it prints."""
+    from hwkv_llamacpp import native
+
+    def run(name, *words, upstream=False):
+        try:
+            try:
+                path = native.binary(name, upstream=True)
+            except HwkvError:
+                if upstream:
+                    raise
+                path = native.binary(name)
+        except HwkvError as error:
+            pytest.skip(str(error))
+        done = subprocess.run([path, *map(str, words)], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["mini_hybrid", "smollm2"])
+def test_unpatched_llama_cpp_says_the_same(name, request, program, tmp_path):
+    path = request.getfixturevalue(name)
+    out = embed(path, uniform(ModelGeometry.from_gguf(path), 64), tmp_path / "out.gguf")[0]
+    words = ("-p", "The capital of France is", "-n", 16, "--temp", 0, "-no-cnv", "-c", 256, "-t", 2)
+    plain, embedded = (program("llama-completion", "-m", model, *words, upstream=True).strip() for model in (path, out))
+    # llama-completion itself now and then exits before its last token is printed
+    short, long = sorted((plain, embedded), key=len)
+    assert long.startswith(short) and len(long) - 12 < len(short) > 50
+
+
+def test_policy_survives_quantizing_splitting_and_merging(mini_hybrid, program, tmp_path):
+    policy = uniform(ModelGeometry.from_gguf(mini_hybrid), 64)
+    out = embed(mini_hybrid, policy, tmp_path / "out.gguf")[0]
+    program("llama-quantize", out, tmp_path / "q8_0.gguf", "q8_0", 2)
+    program("llama-gguf-split", "--split", "--split-max-tensors", 40, out, tmp_path / "part")
+    program("llama-gguf-split", "--merge", tmp_path / "part-00001-of-00003.gguf", tmp_path / "merged.gguf")
+    for path in (tmp_path / "q8_0.gguf", tmp_path / "part-00003-of-00003.gguf", tmp_path / "merged.gguf"):
+        assert read_policy(path).to_json() == policy.to_json()
+        policy.check(ModelGeometry.from_gguf(path))
+    again = embed(tmp_path / "part-00002-of-00003.gguf", Policy({3: [7] * 4}), tmp_path / "new")
+    program("llama-gguf-split", "--merge", again[0], tmp_path / "merged-again.gguf")
+    assert read_policy(tmp_path / "merged-again.gguf") == Policy({3: [7] * 4})
+
+
 # split models
 
 def make_split(folder, n=3):
