@@ -4,7 +4,8 @@ The rule is the runtime's own, so prediction and allocation agree to the byte:
 
     n_ctx_seq    = n_ctx padded to 256 (unified), or its n_seq_max-th part padded to 256
     cells(full)  = n_ctx_seq
-    cells(w)     = min(n_ctx_seq, pad256(w * (n_seq_max if unified else 1) + n_ubatch))
+    cells(w)     = min(n_ctx_seq, pad256(w + n_ubatch))
+                   where n sequences share one ring (unified, n > 1), (w + 64) * n instead of w
     K of a layer = row_size(type_k, heads * head_dim_k) * cells * streams, V likewise
 
 One group is one cache: all heads of one window, over all layers. A window of n_ctx_seq
@@ -20,7 +21,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from .errors import HwkvError
 
 CELL_PAD = 256
-MAX_SEQ = 256  # LLAMA_MAX_SEQ
+MAX_SEQ = 256     # LLAMA_MAX_SEQ
+SHARED_SLACK = 64  # HWKV_N_SLACK: positions per sequence beyond the window, in a ring that several share
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 
 
@@ -85,10 +87,11 @@ def predict(geometry, policy=None, n_ctx=0, *, n_batch=2048, n_ubatch=512, n_seq
     n_ctx = pad(n_ctx)
     n_ctx_seq = n_ctx if unified else pad(n_ctx // n_seq_max)
     streams = 1 if unified else n_seq_max
-    per_stream = n_seq_max if unified else 1  # sequences that share a cell array
+    sharing = n_seq_max if unified else 1  # sequences in one ring
+    slack = SHARED_SLACK if sharing > 1 else 0
 
     def group(window, members):
-        cells = n_ctx_seq if window is None else min(n_ctx_seq, pad(window * per_stream + n_ubatch))
+        cells = n_ctx_seq if window is None else min(n_ctx_seq, pad((window + slack) * sharing + n_ubatch))
         widest_v = max(heads * layer.head_dim_v for layer, heads in members)
         return Group(window, cells, streams, tuple(
             (layer.layer, heads, cells * streams * (
@@ -103,8 +106,8 @@ def predict(geometry, policy=None, n_ctx=0, *, n_batch=2048, n_ubatch=512, n_seq
         for window in dict.fromkeys(row):
             members.setdefault(window, []).append((layer, row.count(window)))
     groups = [group(window, members[window]) for window in sorted(members, key=lambda w: (w is not None, w or 0))]
-    everything = [(layer, layer.n_head_kv) for layer in geometry.configurable]
-    full = group(None, everything).bytes if everything else 0
+    full = sum(n_ctx_seq * streams * (row_bytes(type_k, x.n_head_kv * x.head_dim_k) + row_bytes(type_v, x.n_head_kv * x.head_dim_v))
+               for x in geometry.configurable)
     return Footprint(tuple(groups), full, n_ctx_seq * streams, n_ctx_seq, n_ubatch)
 
 

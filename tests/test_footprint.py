@@ -60,7 +60,8 @@ def test_windows_as_long_as_the_context_are_full(geometry):
 
 @pytest.mark.parametrize(("options", "cells", "streams"), [
     ({"n_ctx": 8192, "n_seq_max": 4}, 1024, 4),                    # split: each of 2048 cells, its own ring
-    ({"n_ctx": 8192, "n_seq_max": 4, "unified": True}, 2560, 1),   # unified: one ring that holds every sequence's window
+    ({"n_ctx": 8192, "n_seq_max": 4, "unified": True}, 2816, 1),   # unified: one ring that holds every sequence's window
+    ({"n_ctx": 8192, "n_seq_max": 1, "unified": True}, 1024, 1),
     ({"n_ctx": 8192, "n_ubatch": 64}, 768, 1),
     ({"n_ctx": 8192, "n_ubatch": 2048}, 2560, 1),
     ({"n_ctx": 8192, "n_batch": 128}, 768, 1),                     # a ubatch is never longer than a batch
