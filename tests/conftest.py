@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,30 @@ def gemma3():
 
 
 # made-up models
+
+@pytest.fixture(scope="session")
+def random_models():
+    """Paths of small models with random weights, one or two of every architecture that llama.cpp's own fixture can make.
+
+    They take 900 MB and half a minute, so they stay under build/ for the next run.
+    """
+    from hwkv_llamacpp import HwkvError, native
+
+    folder = native.ROOT / "build" / "random-models"
+    if not folder.exists():
+        try:
+            program = native.binary("test-llama-archs")
+        except HwkvError as error:
+            pytest.skip(str(error))
+        with tempfile.TemporaryDirectory(dir=folder.parent) as fresh:
+            made = Path(fresh) / "models"
+            made.mkdir()
+            subprocess.run([program, "-o", made], check=True, capture_output=True, timeout=600)
+            made.rename(folder)
+    paths = sorted(folder.glob("*.gguf"))
+    assert len(paths) > 100
+    return paths
+
 
 def write_gguf(path, architecture, keys=(), tensors=(), alignment=None):
     """Writes a GGUF with the official writer.

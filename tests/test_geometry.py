@@ -198,6 +198,28 @@ def test_table_has_every_architecture_of_the_source():
     assert set(ARCHITECTURES) == names
 
 
+def test_every_architecture_agrees_with_the_runtime(random_models):
+    """Kinds, heads, head sizes and refusals of all models that llama.cpp's own fixture can make."""
+    from hwkv_llamacpp import native
+
+    try:
+        llama_cpp = native.load()
+    except HwkvError as error:
+        pytest.skip(str(error))
+    params = llama_cpp.llama_model_default_params()
+    params.n_gpu_layers = 0
+    for path in random_models:
+        geometry = ModelGeometry.from_gguf(path)
+        model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
+        assert model, path
+        theirs = native.layers(model)
+        llama_cpp.llama_model_free(model)
+        assert bool(theirs["refusal"]) == bool(geometry.refusal), path
+        if not geometry.refusal:
+            assert [(x["layer"], x["kind"], x["n_head"], x["n_head_kv"], x["head_dim_k"], x["head_dim_v"]) for x in theirs["layers"]] == [
+                (x.layer, x.kind, x.n_head, x.n_head_kv, x.head_dim_k, x.head_dim_v) for x in geometry.layers], path
+
+
 def test_fingerprint_is_of_the_shape_only(metadata_gguf):
     base = ModelGeometry.from_gguf(metadata_gguf("llama", {"general.name": "one", "general.file_type": 1}))
     same = ModelGeometry.from_gguf(metadata_gguf("llama", {"general.name": "two", "general.file_type": 7}))
