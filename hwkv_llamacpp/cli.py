@@ -58,8 +58,12 @@ def build_parser(argv=()):
     command.add_argument("model", type=Path, metavar="MODEL", help="GGUF file")
     _json_flag(command)
 
-    policy = commands.add_parser("policy", help="make, show and check policies",
-                                 description="A policy is a small JSON file: one row of windows for each layer it lists.")
+    policy = commands.add_parser("policy", help="make, show and check policies", formatter_class=_HelpFormatter,
+                                 description="A policy is a small JSON file: one row of windows for each layer it lists, one window"
+                                             ' per KV head, in tokens or "full". Layers that it does not list are full.',
+                                 epilog="example:\n  hwkv policy make uniform model.gguf --window 1024 -o policy.json\n"
+                                        "  hwkv policy check model.gguf policy.json\n"
+                                        "  hwkv policy show policy.json --plot policy.png")
     policies = policy.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_policy_commands(policies)
 
@@ -95,7 +99,9 @@ def build_parser(argv=()):
 
 
 def _add_policy_commands(policies):
-    make = policies.add_parser("make", help="make a policy by hand", description="Hand-made policies, to start with or to compare with.")
+    make = policies.add_parser("make", help="make a policy by hand", formatter_class=_HelpFormatter,
+                               description="Hand-made policies, to start with or to compare with.",
+                               epilog="example:\n  hwkv policy make uniform model.gguf --window 1024 -o policy.json")
     kinds = make.add_subparsers(title="kinds", metavar="KIND", required=True)
 
     def kind(name, run, text, details, example):
@@ -178,10 +184,11 @@ def run_info(args):
         for x in geometry.layers:
             what = "takes windows" if x.kind == "attention" else x.reason
             groups.setdefault((x.kind, x.n_head, x.n_head_kv, x.head_dim_k, x.head_dim_v, what), []).append(x.layer)
-        table = _table("layers", "kind", "query heads", "KV heads", "K size", "V size", "")
+        table = _table("layers", "kind", "query heads", "KV heads", "K, V size", "")
         for (kind, n_head, n_head_kv, k, v, what), layers in groups.items():
             with_kv = kind in ("attention", "swa", "unsupported")
-            table.add_row(_ranges(layers), kind, *(str(n) if with_kv else "-" for n in (n_head, n_head_kv, k, v)), what)
+            shape = (str(n_head), str(n_head_kv), f"{k}, {v}") if with_kv else ("-", "-", "-")
+            table.add_row(_ranges(layers), kind, *shape, what.removeprefix("it "))
         _out().print(table)
 
 
@@ -388,7 +395,7 @@ def _table(*columns):
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in columns:
-        numeric = name in ("query heads", "KV heads", "K size", "V size", "cells", "MiB", "layer", "window")
+        numeric = name in ("query heads", "KV heads", "K, V size", "cells", "MiB", "layer", "window")
         table.add_column(name, justify="right" if numeric else "left", overflow="fold")
     return table
 
