@@ -194,8 +194,11 @@ class Policy:
         """One line for people, with the fingerprint."""
         n_heads = sum(layer.n_head_kv for layer in geometry.configurable)
         windows = [w for row in self.layers.values() for w in row if w is not None]
-        spread = "all full" if not windows else f"{len(windows)} of {n_heads} KV heads in {len(geometry.configurable)} layers windowed, " + (
-            f"{min(windows)} tokens" if min(windows) == max(windows) else f"{min(windows)} to {max(windows)} tokens")
+        spread = "all full"
+        if windows:
+            low, high = min(windows), max(windows)
+            spread = (f"{len(windows)} of {n_heads} KV heads in {len(geometry.configurable)} layers windowed,"
+                      f" {low if low == high else f'{low} to {high}'} tokens")
         return f"{self.fingerprint(geometry.n_layer)}: {spread}, n_sink {self.n_sink}"
 
 
@@ -226,8 +229,9 @@ def _parse(text, source):
         raise HwkvError(f"{source}: not a policy: its JSON is nested too deeply") from None
     except UnicodeEncodeError:
         raise HwkvError(f"{source}: not JSON: it has a text with half a surrogate pair") from None
-    except ValueError as error:
-        raise HwkvError(f"{source}: not JSON: {'a number is too large' if 'digits' in str(error) or 'float' in str(error) else error}") from None
+    except ValueError as error:  # more digits than Python converts, or a float that is infinite
+        too_large = "digits" in str(error) or "float" in str(error)
+        raise HwkvError(f"{source}: not JSON: {'a number is too large' if too_large else error}") from None
 
 
 def _known_keys(source, data, known, required=(), inside=""):
