@@ -87,6 +87,10 @@ class Llama(llama_cpp.Llama):
             self._clear()
             raise
 
+    def close(self):
+        if hasattr(self, "_stack"):  # not where the arguments were refused: __del__ closes such an object too
+            super().close()
+
     def _clear(self):
         self.n_tokens = 0
         self._requires_eval = True

@@ -19,7 +19,18 @@ def add_arguments(parser):
     parser.add_argument("model", metavar="MODEL", help="GGUF file")
     parser.add_argument("--policy", metavar="P", help='policy JSON, a GGUF with an embedded policy, "embedded" or "off" '
                                                       f"(default: ${ENVIRONMENT}, else the policy in MODEL, if it has one)")
-    parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of llama-server")
+    parser.usage = "hwkv serve MODEL [--policy P] [-- FLAGS OF llama-server]"
+
+    # argparse hands no words to a positional once an option came between: cut at the -- here
+    parse = parser.parse_known_args
+
+    def parse_before_dashes(words, namespace=None):
+        at = words.index("--") if "--" in words else len(words)
+        namespace, unknown = parse(words[:at], namespace)
+        namespace.flags = words[at + 1:]
+        return namespace, unknown
+
+    parser.parse_known_args = parse_before_dashes
 
 
 def run(args):

@@ -29,7 +29,7 @@ def flag(name, default=None):
 class ServerOptions:
     """What a server is started with; every field but the last four is a flag of llama-server."""
 
-    model: str | os.PathLike = flag("-m", "")
+    model: str | os.PathLike | None = flag("-m")  # None: a router
     policy: str | os.PathLike | None = flag("--hwkv-policy")  # a file, "embedded" or "off"
     n_ctx: int | None = flag("-c")
     n_batch: int | None = flag("-b")

@@ -85,6 +85,10 @@ def main(argv):
     if args.rest and args.command == "env":
         parser.error("env takes no arguments")
 
+    # refuses what cannot be built before anything long starts
+    find_compiler()
+    cmake_arguments(args, args.sanitize, None)
+
     BUILD.mkdir(exist_ok=True)
     with open(BUILD / "lock", "w") as lock:
         try:
@@ -92,7 +96,6 @@ def main(argv):
         except BlockingIOError:
             say("waiting for another ./build.sh")
             fcntl.flock(lock, fcntl.LOCK_EX)
-        find_compiler()
         prepare_environment()
         if args.command != "env":
             build(args)

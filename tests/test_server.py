@@ -1,0 +1,370 @@
+"""The real llama-server under a policy: whatever a client does to its prompt, the answer is a fresh server's."""
+
+import dataclasses
+import functools
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from answers import ask, assert_same, difference, from_reply
+from needle import needle_prompt
+
+from hwkv_llamacpp import ModelGeometry, handmade, native, testmodels
+from hwkv_llamacpp.demo import diary
+from hwkv_llamacpp.errors import HwkvError
+from hwkv_llamacpp.server import LlamaServer, ServerOptions
+
+MINI_HYBRID = Path(__file__).parent / "data" / "mini-hybrid-f16.gguf"
+N_UBATCH = 128
+NO_SLOT = re.compile(r"failed to find|retrying with smaller|no (free|memory) slot", re.IGNORECASE)
+
+pytestmark = pytest.mark.timeout(1200)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model and a policy with several windows, all far shorter than the prompts, so that the rings turn over many times."""
+
+    name: str
+    rows: tuple       # windows per configurable layer, repeated
+    n_prompt: int
+
+    @functools.cached_property
+    def model(self):
+        # F32 weights and F32 K/V: the least noise, so a small fault shows
+        return {"smollm2": lambda: testmodels.f32_copy(testmodels.smollm2()), "gemma3": testmodels.gemma3,
+                "mini-hybrid": lambda: MINI_HYBRID}[self.name]()
+
+    @functools.cached_property
+    def text(self):
+        if self.name == "mini-hybrid":
+            return needle_prompt(7, self.n_prompt + 400, 900)[0]
+        return diary(200)
+
+    def policy(self):
+        geometry = ModelGeometry.from_gguf(self.model)
+        layers = [layer.layer for layer in geometry.configurable]
+        return handmade.pattern(geometry, by_layer={il: list(self.rows[i % len(self.rows)]) for i, il in enumerate(layers)})
+
+
+CASES = {case.name: case for case in (
+    Case("smollm2", ((None, 64, 100), (130, 64, 64), (64, 100, 64)), 700),
+    Case("gemma3", ((64,), (None,), (200,)), 1100),
+    Case("mini-hybrid", ((64, None, 200, 64), (100, 64, None, 64)), 1100),
+)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built():
+    try:
+        native.binary("llama-server")
+        native.binary("llama-server", upstream=True)
+    except HwkvError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request):
+    return CASES[request.param]
+
+
+@pytest.fixture
+def options(case, tmp_path):
+    return server_options(case, tmp_path)
+
+
+@pytest.fixture
+def smollm2(tmp_path):
+    return server_options(CASES["smollm2"], tmp_path)
+
+
+def server_options(case, folder, **changes):
+    path = folder / "policy.json"
+    case.policy().save(path)
+    kv = "f32" if case.name != "gemma3" else "f16"
+    base = ServerOptions(model=case.model, policy=path, n_ctx=2048, n_batch=N_UBATCH, n_ubatch=N_UBATCH, n_parallel=1, n_threads=2,
+                         flash_attn="on", type_k=kv, type_v=kv)
+    return dataclasses.replace(base, **changes)
+
+
+def unpatched(options):
+    return dataclasses.replace(options, policy=None, upstream=True)
+
+
+FRESH = {}
+
+
+def fresh(options, prompt):
+    """The answer of a newly started server. Kept: several tests compare with the same one."""
+    policy = Path(options.policy).read_text() if isinstance(options.policy, Path) else options.policy
+    key = (repr(dataclasses.replace(options, policy=policy, slot_save_path=None)), tuple(prompt))
+    if key not in FRESH:
+        with LlamaServer(options) as server:
+            FRESH[key] = ask(server, prompt)
+    return FRESH[key]
+
+
+@functools.cache
+def tokens_of(name):
+    """A long text of a case as token ids."""
+    case = CASES[name]
+    with LlamaServer(ServerOptions(model=case.model, n_ctx=256, n_parallel=1)) as server:
+        return tuple(server.post("/tokenize", {"content": case.text, "add_special": True})["tokens"])
+
+
+def chat(server, case):
+    """[(what, prompt, answer)]: what a client may do to its prompt, asked of one server in this order."""
+    tokens = list(tokens_of(case.name))
+    n, early = case.n_prompt, case.n_prompt // 5
+    base, short = tokens[:n], tokens[:n * 3 // 5]
+    done = [("first prompt", base, ask(server, base))]
+
+    def turn(what, prompt):
+        done.append((what, prompt, ask(server, prompt)))
+
+    def append(what, new):
+        turn(what, done[-1][1] + done[-1][2].tokens + new)
+
+    append("continue", tokens[n:n + 60])
+    append("continue again", tokens[n + 60:n + 150])
+    turn("regenerate", done[-1][1])
+    turn("other last message", base + tokens[n + 100:n + 180])
+    turn("edit an early message", base[:early] + tokens[n + 200:n + 230] + base[early:])
+    turn("shorten", short)
+    append("continue the shortened", tokens[n + 30:n + 90])
+    turn("another chat", tokens[20:20 + n // 2])
+    turn("back to the first", base)
+    return done
+
+
+@functools.cache
+def upstream_noise(name, folder):
+    """What other batch splits do to this model in the unpatched build: cached against fresh."""
+    case = CASES[name]
+    options = unpatched(server_options(case, folder))
+    with LlamaServer(options) as server:
+        turns = chat(server, case)
+    noise = max(difference(answer, fresh(options, prompt))[0] for _, prompt, answer in turns[1:6])
+    print(f"noise of the unpatched build, {name}: {noise:.4f}")
+    return noise
+
+
+@pytest.fixture(scope="module")
+def noise(case, tmp_path_factory):
+    return upstream_noise(case.name, tmp_path_factory.mktemp("noise"))
+
+
+def test_chat_steps_equal_a_fresh_server(case, options, noise):
+    with LlamaServer(options) as server:
+        assert server.props()["hwkv"]["active"]
+        turns = chat(server, case)
+        assert not NO_SLOT.search(server.log())
+    for what, prompt, answer in turns:
+        assert_same(answer, fresh(options, prompt), noise, what)
+    # what the cache is for: a turn that only appends reads its own tokens and little more
+    for (_, before, _), (what, prompt, answer) in zip(turns, turns[1:]):
+        if what.startswith("continue"):
+            assert answer.n_read <= len(prompt) - len(before) + 8, f"{what}: {answer.n_read} tokens read"
+
+
+def test_policy_off_is_the_unpatched_build(case, options):
+    turns = []
+    for each in (dataclasses.replace(options, policy="off"), unpatched(options)):
+        with LlamaServer(each) as server:
+            turns.append(chat(server, case))
+    assert turns[0] == turns[1]
+
+
+def test_a_policy_changes_the_answer(smollm2):
+    """Otherwise the comparisons above would compare nothing."""
+    prompt = list(tokens_of("smollm2"))[:700]
+    assert difference(fresh(smollm2, prompt), fresh(dataclasses.replace(smollm2, policy="off"), prompt))[0] > 0.1
+
+
+@pytest.mark.parametrize("n_slots", [2, 4])
+@pytest.mark.parametrize("unified", [True, False], ids=["unified", "split"])
+def test_parallel_slots(case, options, noise, n_slots, unified):
+    tokens = list(tokens_of(case.name))
+    prompts = [tokens[i * 37:i * 37 + 400 + 50 * i] for i in range(n_slots)]
+    n_ctx = 2048 if unified else 1024 * n_slots
+    several = dataclasses.replace(options, n_parallel=n_slots, kv_unified=unified, n_ctx=n_ctx)
+    with LlamaServer(several) as server, ThreadPoolExecutor(n_slots) as pool:
+        first = list(pool.map(lambda slot: ask(server, prompts[slot], id_slot=slot), range(n_slots)))
+        longer = [prompt + answer.tokens + tokens[600:650] for prompt, answer in zip(prompts, first)]
+        second = list(pool.map(lambda slot: ask(server, longer[slot], id_slot=slot), range(n_slots)))
+        assert not NO_SLOT.search(server.log())
+    for slot in range(n_slots):
+        assert_same(first[slot], fresh(options, prompts[slot]), noise, f"slot {slot}")
+        assert_same(second[slot], fresh(options, longer[slot]), noise, f"slot {slot} continued")
+        if not unified:  # with unified KV the server moves idle slots to its prompt cache, and upstream loses some models there
+            assert second[slot].n_read <= 50 + 8
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("unified", [True, False], ids=["unified", "split"])
+def test_several_completions_of_one_prompt(case, options, noise, n, unified):
+    prompt = list(tokens_of(case.name))[:600]
+    several = dataclasses.replace(options, n_parallel=n, kv_unified=unified, n_ctx=2048 if unified else 1024 * n)
+    with LlamaServer(several) as server:
+        replies = server.post("/completion", {"prompt": prompt, "n_cmpl": n, "n_predict": 6, "temperature": 0, "n_probs": 5,
+                                              "return_tokens": True, "ignore_eos": True})
+        assert not NO_SLOT.search(server.log())
+    assert len(replies) == n
+    for reply in replies:
+        assert_same(from_reply(reply), fresh(options, prompt), noise, f"n = {n}")
+
+
+def test_slot_saved_and_restored_after_a_restart(case, options, noise, tmp_path):
+    tokens = list(tokens_of(case.name))
+    prompt = tokens[:case.n_prompt]
+    options = dataclasses.replace(options, slot_save_path=f"{tmp_path}/")
+    with LlamaServer(options) as server:
+        answer_before = ask(server, prompt)
+        saved = server.post("/slots/0?action=save", {"filename": "chat.bin"})
+        assert saved["n_saved"] >= len(prompt)
+    longer = prompt + answer_before.tokens + tokens[case.n_prompt:case.n_prompt + 40]
+    with LlamaServer(options) as server:
+        assert server.post("/slots/0?action=restore", {"filename": "chat.bin"})["n_restored"] == saved["n_saved"]
+        answer = ask(server, longer, id_slot=0)
+    assert_same(answer, fresh(options, longer), noise, "restored slot")
+    assert answer.n_read <= 40 + 8, f"{answer.n_read} of {len(longer)} tokens read after a restore that reported success"
+
+
+@pytest.mark.parametrize("other", ["another policy", "off"])
+def test_slot_file_of_another_policy_is_refused(case, options, noise, tmp_path, other):
+    prompt = list(tokens_of(case.name))[:500]
+    options = dataclasses.replace(options, slot_save_path=f"{tmp_path}/")
+    with LlamaServer(options) as server:
+        ask(server, prompt)
+        server.post("/slots/0?action=save", {"filename": "chat.bin"})
+    if other == "off":
+        changed = dataclasses.replace(options, policy="off")
+    else:
+        path = tmp_path / "other.json"
+        handmade.uniform(ModelGeometry.from_gguf(case.model), 80).save(path)
+        changed = dataclasses.replace(options, policy=path)
+    with LlamaServer(changed) as server:
+        with pytest.raises(HwkvError, match="status 4"):
+            server.post("/slots/0?action=restore", {"filename": "chat.bin"})
+        answer = ask(server, prompt)
+    assert_same(answer, fresh(changed, prompt), noise, f"after refusing a slot file, {other}")
+
+
+@pytest.mark.parametrize("name", ["smollm2", "mini-hybrid"])
+def test_tokens_read_per_turn_do_not_grow_with_the_batch(name, tmp_path):
+    tokens = list(tokens_of(name))
+    read = {}
+    for n_batch in (64, 512, 2048):
+        options = server_options(CASES[name], tmp_path, n_batch=n_batch, n_ubatch=min(n_batch, 512))
+        with LlamaServer(options) as server:
+            prompt, read[n_batch] = tokens[:600], []
+            for turn in range(6):
+                answer = ask(server, prompt)
+                read[n_batch].append(answer.n_read)
+                prompt = prompt + answer.tokens + tokens[600 + 40 * turn:640 + 40 * turn]
+    print(f"{name}: tokens read per turn of 40 new tokens, by -b: {read}")
+    assert all(n <= 40 + 8 for turns in read.values() for n in turns[1:]), read
+
+
+def test_context_shift_is_off_under_a_policy(smollm2):
+    prompt = list(tokens_of("smollm2"))[:900]
+    options = dataclasses.replace(smollm2, n_ctx=1024, context_shift=True)
+    with LlamaServer(options) as server:
+        assert re.search(r"ctx_shift is not supported|context shift.*(disabled|not supported)", server.log(), re.IGNORECASE)
+        for cache_prompt in (True, False):
+            reply = server.post("/completion", {"prompt": prompt, "n_predict": 400, "temperature": 0, "ignore_eos": True,
+                                                "cache_prompt": cache_prompt})
+            assert reply["stop_type"] == "limit"
+            assert 100 <= reply["tokens_predicted"] <= 1024 - 900
+        assert ask(server, prompt[:200]).tokens
+
+
+def test_needles_are_found_by_the_head_that_stays_full(tmp_path):
+    """KV head 1 of layer 7 fetches far facts: with it full nearly all are found, with every head windowed hardly any."""
+    geometry = ModelGeometry.from_gguf(MINI_HYBRID)
+    prompts = [needle_prompt(seed, 1500, 900) for seed in range(12)]
+    found = {}
+    for name, policy in (("head 7.1 full", handmade.uniform(geometry, 64, [(7, 1)])), ("all windowed", handmade.uniform(geometry, 64))):
+        policy.save(tmp_path / "policy.json")
+        options = ServerOptions(model=MINI_HYBRID, policy=tmp_path / "policy.json", n_ctx=2048, n_ubatch=128, n_parallel=1, flash_attn="on")
+        with LlamaServer(options) as server:
+            found[name] = sum(server.post("/completion", {"prompt": prompt, "n_predict": 3, "temperature": 0})["content"].strip() == answer
+                              for prompt, answer in prompts)
+    print(f"needles found of {len(prompts)}: {found}")
+    assert found["head 7.1 full"] >= 10
+    assert found["all windowed"] <= 3
+
+
+def test_router_gives_each_model_its_policy(tmp_path):
+    policy = tmp_path / "policy.json"
+    geometry = ModelGeometry.from_gguf(MINI_HYBRID)
+    handmade.uniform(geometry, 64).save(policy)
+    from hwkv_llamacpp.embed import embed
+
+    model = tmp_path / "embedded.gguf"
+    embed(MINI_HYBRID, handmade.uniform(geometry, 128), model)
+    presets = tmp_path / "models.ini"
+    presets.write_text(f"version = 1\n[*]\nc = 2048\nub = 128\nnp = 1\nhwkv-policy = embedded\n"
+                       f"[own]\nmodel = {model}\n[file]\nmodel = {model}\nhwkv-policy = {policy}\n"
+                       f"[env]\nmodel = {model}\nLLAMA_ARG_HWKV_POLICY = off\n[bad]\nmodel = {model}\nhwkv-policy = {tmp_path}/missing.json\n")
+    options = ServerOptions(model=None, fit=None, extra=("--models-preset", str(presets)))
+    with LlamaServer(options) as server:
+        def hwkv(name):
+            server.post("/completion", {"model": name, "prompt": "the", "n_predict": 1})
+            return server.get(f"/props?model={name}")["hwkv"]
+
+        assert [group["window"] for group in hwkv("own")["groups"]] == [128]
+        assert [group["window"] for group in hwkv("file")["groups"]] == [64]
+        assert hwkv("env") == {"active": False}
+        with pytest.raises(HwkvError):
+            hwkv("bad")
+        assert "missing.json" in server.log()
+        assert [group["window"] for group in hwkv("own")["groups"]] == [128]
+
+
+def test_props_report_what_is_allocated(options, case):
+    from hwkv_llamacpp.footprint import predict
+
+    with LlamaServer(options) as server:
+        hwkv = server.props()["hwkv"]
+    predicted = predict(ModelGeometry.from_gguf(case.model), case.policy(), options.n_ctx, n_batch=options.n_batch, n_ubatch=options.n_ubatch,
+                        type_k=options.type_k, type_v=options.type_v)
+    assert hwkv["kv_bytes"] == predicted.kv_bytes
+    assert hwkv["full_kv_bytes"] == predicted.full_kv_bytes
+    assert hwkv["fingerprint"] == case.policy().fingerprint(ModelGeometry.from_gguf(case.model).n_layer)
+
+
+# ---- LlamaServer itself ----------------------------------------------------------------------------------------------
+
+def test_a_server_that_cannot_start_says_why(tmp_path):
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(MINI_HYBRID.read_bytes()[:2000])
+    server = LlamaServer(ServerOptions(model=broken))
+    with pytest.raises(HwkvError, match="did not start: exit code 1"):
+        server.start()
+    assert server.exit_cause().startswith("exit code 1")
+
+
+def test_stop_leaves_no_process(tmp_path):
+    server = LlamaServer(ServerOptions(model=MINI_HYBRID, n_ctx=256, n_parallel=1), tmp_path / "server.log")
+    server.start()
+    assert server.exit_cause() is None
+    assert server.memory()["rss_bytes"] > 0
+    server.stop()
+    assert server.process.poll() is not None
+    server.stop()
+
+
+def test_a_killed_server_is_told_from_a_refused_request(tmp_path):
+    with LlamaServer(ServerOptions(model=MINI_HYBRID, n_ctx=256, n_parallel=1)) as server:
+        with pytest.raises(HwkvError, match="status 4"):
+            server.post("/completion", {"prompt": []})
+        server.process.kill()
+        with pytest.raises(HwkvError, match="killed by SIGKILL"):
+            server.post("/completion", {"prompt": "x"})
+
+
+def test_options_become_flags():
+    options = ServerOptions(model="m.gguf", n_ctx=512, kv_unified=False, policy="off", extra=("--verbose",))
+    assert options.arguments() == ["-m", "m.gguf", "--hwkv-policy", "off", "-c", "512", "--no-kv-unified", "-fit", "off", "--verbose"]
