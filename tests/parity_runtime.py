@@ -3,8 +3,11 @@
 import ctypes
 from contextlib import contextmanager
 
-import llama_cpp
 import numpy as np
+
+from hwkv_llamacpp import native
+
+llama_cpp = native.load()
 
 KV_TYPES = {"f32": llama_cpp.GGML_TYPE_F32, "f16": llama_cpp.GGML_TYPE_F16,
             "q8_0": llama_cpp.GGML_TYPE_Q8_0, "q4_0": llama_cpp.GGML_TYPE_Q4_0}
@@ -24,7 +27,7 @@ llama_cpp.llama_backend_init()
 
 
 def _overrides(policy):
-    """kv_overrides array that names a policy; the empty key ends it."""
+    """kv_overrides array with a value for `hwkv.policy`; the empty key ends it."""
     array = (llama_cpp.llama_model_kv_override * 2)()
     array[0].tag = llama_cpp.LLAMA_KV_OVERRIDE_TYPE_STR
     array[0].key = b"hwkv.policy"
@@ -33,14 +36,13 @@ def _overrides(policy):
 
 
 class Runtime:
-    """A loaded model under one policy. policy: the value of `hwkv.policy`, e.g. `off` or the path of a JSON file."""
+    """A loaded model under one policy (None: off, upstream's own path)."""
 
-    def __init__(self, path, policy="off", n_threads=2):
+    def __init__(self, path, policy=None, n_threads=2):
         self.n_threads = n_threads
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = 0
-        overrides = _overrides(policy)
-        params.kv_overrides = overrides
+        params.kv_overrides = _overrides("off" if policy is None else native.register(policy.to_json()))
         self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
         if not self.model:
             raise RuntimeError(f"cannot load {path}: {''.join(_log[-5:])}")
@@ -62,6 +64,15 @@ class Runtime:
         count = llama_cpp.llama_tokenize(vocab, data, len(data), ids, len(ids), True, False)
         return list(ids[:count])
 
+    def text(self, tokens):
+        """The tokens as text."""
+        vocab = llama_cpp.llama_model_get_vocab(self.model)
+        text, buffer = b"", ctypes.create_string_buffer(256)
+        for token in tokens:
+            size = llama_cpp.llama_token_to_piece(vocab, token, buffer, len(buffer), 0, False)
+            text += buffer.raw[:size]
+        return text.decode(errors="replace")
+
     @contextmanager
     def context(self, n_ctx, n_ubatch, kv_type="f16", flash=True):
         """A fresh context for one sequence."""
@@ -75,7 +86,7 @@ class Runtime:
         if not ctx:
             raise RuntimeError(f"cannot make a context: {''.join(_log[-5:])}")
         try:
-            yield Context(ctx, self.n_vocab, n_ctx)
+            yield Context(ctx, self.n_vocab)
         finally:
             llama_cpp.llama_free(ctx)
 
@@ -83,9 +94,13 @@ class Runtime:
 class Context:
     """One sequence that grows by decode()."""
 
-    def __init__(self, ctx, n_vocab, n_ctx):
-        self.ctx, self.n_vocab, self.n_ctx = ctx, n_vocab, n_ctx
+    def __init__(self, ctx, n_vocab):
+        self.ctx, self.n_vocab = ctx, n_vocab
         self.n_past = 0
+
+    def info(self):
+        """What the grouped cache holds, as llama_hwkv_info gives it."""
+        return native.info(self.ctx)
 
     def decode(self, tokens, positions=()):
         """Appends tokens in one call of llama_decode; logits [len(positions), n_vocab] at absolute positions."""

@@ -1,0 +1,357 @@
+"""The grouped runtime computes the same function as a masked full cache.
+
+Logits of libllama under a policy are held against `reference`, a NumPy forward pass that shares no code with it.
+
+How close is close enough: the K/V type and the attention kernel alone cause an error that has nothing to do with
+windows (F16 rounds K and V to 11 bits, q4_0 to 4; FlashAttention on the CPU may add up V in F16; rotary angles in F32
+lose digits as positions grow). Each test measures that error first, as the distance between upstream's own path
+without a policy and the full reference (`floor`), checks that it is as small as the type allows (FLOOR_LIMIT), and
+allows a windowed run WINDOWED_FACTOR times as much: a softmax over 16 keys averages rounding errors less than one over
+thousands does, which makes up to 5.3 times. The negative controls show what this resolves: with one window off by one,
+or two heads swapped, the distance is at least NOTICED_FACTOR times the floor.
+
+Errors are normalised mean squares (NMSE) of logits, each row centred because softmax ignores its mean.
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import pytest
+
+import reference
+from hwkv_llamacpp import HwkvError, Policy, testmodels
+from needle import needle_prompt, noise
+from reference import random_models
+
+try:
+    from parity_runtime import Runtime
+except HwkvError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+WINDOWED_FACTOR = 8
+NOTICED_FACTOR = 100
+
+# largest NMSE of upstream's own path against the full reference, by K/V type and FlashAttention
+EXACT = ("f32", False)  # with FlashAttention, F32 K/V are cast to F16
+FLOOR_LIMIT = {
+    ("f16", False): 1e-5,
+    ("f16", True): 1e-3,
+    ("q8_0", True): 1e-3,
+    ("q4_0", True): 1e-1,
+}
+KINDS = [EXACT, *FLOOR_LIMIT]
+
+N_DECODE = 32
+PARTS = {"prefill": slice(None, -N_DECODE), "decode": slice(-N_DECODE, None)}  # of the compared positions
+
+
+@dataclass
+class Model:
+    """A model, its tokens, and the reference logits for each policy, computed once.
+
+    stride: compare the logits of every stride-th token of the prefill, and of every decoded token.
+    exact_limit: largest NMSE of upstream's own path against the full reference with F32 K/V.
+    """
+
+    reference: object
+    policies: dict
+    tokens: list
+    n_ctx: int
+    n_threads: int = 1
+    stride: int = 7
+    exact_limit: float = 1e-9
+    _logits: dict = field(default_factory=dict)
+    _floors: dict = field(default_factory=dict)
+
+    @property
+    def path(self):
+        return self.reference.weights.path
+
+    @property
+    def n_prefill(self):
+        return len(self.tokens) - N_DECODE
+
+    @cached_property
+    def positions(self):
+        """Where logits are compared: spread over the prefill, and every decoded token."""
+        return np.concatenate([np.arange(0, self.n_prefill, self.stride), np.arange(self.n_prefill, len(self.tokens))])
+
+    def expected(self, policy):
+        """Reference logits at `positions`."""
+        key = policy.to_json()
+        if key not in self._logits:
+            self._logits[key] = self.reference.logits(self.tokens, policy.layers, policy.n_sink, self.positions)
+        return self._logits[key]
+
+    def run(self, runtime, kv_type, flash, n_ubatch, policy=None):
+        """Runtime logits at `positions`: prefill in one call, then token by token. Checks that the policy is at work."""
+        with runtime.context(self.n_ctx, n_ubatch, kv_type, flash) as context:
+            if policy is not None:
+                self.check_cache(context.info(), policy)
+            return context.run(self.tokens, self.positions, self.n_prefill)
+
+    def check_cache(self, info, policy):
+        """The context keeps this policy's windows, in rings too small for the prompt."""
+        assert info["active"] and info["fingerprint"] == policy.fingerprint(self.reference.n_layer)
+        wanted = {w for layer, heads in self.reference.configurable.items()
+                  for w in policy.layers.get(layer, (None,) * heads)}
+        assert {group["window"] for group in info["groups"]} == wanted
+        assert all(group["cells"] < self.n_prefill for group in info["groups"] if group["window"] is not None)
+
+    def floor(self, kv_type, flash, n_ubatch):
+        """Error of this K/V type and kernel without any window, by part."""
+        # FlashAttention on the CPU has two kernels: the one for larger batches adds up V in F32
+        key = (kv_type, flash, n_ubatch if flash else None)
+        if key not in self._floors:
+            with Runtime(self.path, n_threads=self.n_threads) as runtime:
+                errors = by_part(self.run(runtime, kv_type, flash, n_ubatch), self.expected(Policy()))
+            limit = FLOOR_LIMIT.get((kv_type, flash), self.exact_limit)
+            assert max(errors.values()) < limit, f"the reference is not this model: NMSE {errors}"
+            self._floors[key] = errors
+        return self._floors[key]
+
+
+def nmse(actual, expected):
+    """Mean square of the difference over the mean square of `expected`, rows centred."""
+    actual, expected = (x - x.mean(-1, keepdims=True, dtype=np.float64) for x in (actual, expected))
+    return np.square(actual - expected).sum() / np.square(expected).sum()
+
+
+def by_part(actual, expected):
+    return {part: nmse(actual[select], expected[select]) for part, select in PARTS.items()}
+
+
+def rows(model, *patterns):
+    """Policy that gives the configurable layers these rows in turn."""
+    return Policy({layer: patterns[i % len(patterns)] for i, layer in enumerate(model.configurable)})
+
+
+def english(n_words, seed):
+    """Simple English sentences of about n_words words."""
+    rng = np.random.default_rng(seed)
+    text = ""
+    while text.count(" ") < n_words:
+        text += noise(rng)
+    return text.strip()
+
+
+def four_head_policies(model):
+    """Policies for models with two configurable layers of 4 KV heads."""
+    return {
+        "different": rows(model, (16, 64, 200, 300), (None, 48, 256, 100)),
+        "equal, not adjacent": rows(model, (64, None, 64, 128), (128, 64, None, 64)),
+        "all 16": rows(model, (16,) * 4),
+        "all windowed": rows(model, (32, 128, 32, 256), (256, 17, 33, 255)),
+        "one layer": Policy({max(model.configurable): (64, None, 300, None)}),
+    }
+
+
+@pytest.fixture(scope="module")
+def random_dense(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("random") / "llama.gguf")
+    random_models.write_llama(path, seed=1, n_layer=2)
+    tokens = np.random.default_rng(2).integers(0, 256, 1300)
+    model = reference.load(path)
+    return Model(model, four_head_policies(model), tokens, n_ctx=2048)
+
+
+@pytest.fixture(scope="module")
+def random_hybrid(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("random") / "qwen35.gguf")
+    random_models.write_qwen35(path, seed=1)
+    tokens = np.random.default_rng(2).integers(0, 256, 1300)
+    model = reference.load(path)
+    return Model(model, four_head_policies(model), tokens, n_ctx=2048)
+
+
+@pytest.fixture(scope="module")
+def mini_hybrid_f32(mini_hybrid):
+    path = str(testmodels.f32_copy(mini_hybrid))
+    text = "".join(prompt + " " + value + "." for prompt, value in (needle_prompt(seed, 400, 350) for seed in range(4)))
+    with Runtime(path) as runtime:
+        tokens = runtime.tokenize(text)
+    model = reference.load(path)
+    return Model(model, four_head_policies(model), tokens, n_ctx=2048)
+
+
+@pytest.fixture(scope="module")
+def smollm2_f32(smollm2):
+    path = str(testmodels.f32_copy(smollm2))
+    with Runtime(path) as runtime:
+        tokens = runtime.tokenize(english(800, seed=1))[:832]
+    model = reference.load(path)
+    policies = {
+        "different": rows(model, (16, 64, 160), (None, 100, 160), (64, None, 64), (128, 16, None), (None, None, None)),
+        "all windowed": rows(model, (16, 64, 16), (128, 128, 32)),
+    }
+    return Model(model, policies, tokens, n_ctx=1024, n_threads=2, stride=23)
+
+
+@pytest.fixture(scope="module")
+def gemma3_f32(gemma3):
+    path = str(testmodels.f32_copy(gemma3))
+    with Runtime(path) as runtime:
+        tokens = runtime.tokenize(english(1050, seed=2))[:1150]
+    model = reference.load(path)
+    policies = {
+        "different": Policy({5: (16,), 11: (None,), 17: (300,)}),
+        "all 16": rows(model, (16,)),
+    }
+    # ggml's GELU on the CPU is a table of F16 values
+    return Model(model, policies, tokens, n_ctx=1280, n_threads=2, stride=23, exact_limit=1e-6)
+
+
+SMALL_MODELS = ["random_dense", "random_hybrid", "mini_hybrid_f32"]
+FOUR_HEAD_POLICIES = ["different", "equal, not adjacent", "all 16", "all windowed", "one layer"]
+
+
+def check_parity(model, policy, settings):
+    """Runs a policy under each (kv_type, flash, n_ubatch) and holds its error against the floor."""
+    failed = []
+    with Runtime(model.path, policy, model.n_threads) as runtime:
+        for kv_type, flash, n_ubatch in settings:
+            expected, actual = model.expected(policy), model.run(runtime, kv_type, flash, n_ubatch, policy)
+            floor = model.floor(kv_type, flash, n_ubatch)
+            for part, error in by_part(actual, expected).items():
+                worst = np.abs(actual - expected)[PARTS[part]].max()
+                line = (f"{kv_type:4} flash={flash!s:5} ub={n_ubatch:3} {part:7}: NMSE {error:.1e}, "
+                        f"{error / floor[part]:.2f} times the full cache's {floor[part]:.1e}; largest difference {worst:.1e}")
+                print(line)
+                if not error < WINDOWED_FACTOR * floor[part]:
+                    failed.append(line)
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize("name", FOUR_HEAD_POLICIES)
+@pytest.mark.parametrize("model_name", SMALL_MODELS)
+def test_small_model(model_name, name, request):
+    """Every K/V type and kernel, ubatches smaller and larger than the windows."""
+    model = request.getfixturevalue(model_name)
+    settings = [(*kind, n_ubatch) for kind in KINDS for n_ubatch in (32, 512)]
+    if name != "different":
+        settings = [(*EXACT, 32), (*EXACT, 512), ("f16", True, 32), ("f16", True, 512), ("q8_0", True, 512), ("q4_0", True, 32)]
+    check_parity(model, model.policies[name], settings)
+
+
+@pytest.mark.parametrize("name", ["different", "all windowed"])
+def test_smollm2(smollm2_f32, name):
+    check_parity(smollm2_f32, smollm2_f32.policies[name], {
+        "different": [("f32", False, 64), ("f32", False, 512), ("f16", True, 512), ("q8_0", True, 64), ("q4_0", True, 512)],
+        "all windowed": [("f32", False, 512), ("f16", True, 64)],
+    }[name])
+
+
+@pytest.mark.parametrize("name", ["different", "all 16"])
+def test_gemma3(gemma3_f32, name):
+    check_parity(gemma3_f32, gemma3_f32.policies[name], {
+        "different": [("f32", False, 64), ("f16", True, 512), ("q8_0", True, 64)],
+        "all 16": [("f32", False, 512), ("f16", True, 64)],
+    }[name])
+
+
+def other_window(policy, layer, kv_head, window):
+    """The policy with one window replaced."""
+    row = list(policy.layers[layer])
+    row[kv_head] = window
+    return Policy({**policy.layers, layer: tuple(row)})
+
+
+def swapped(policy, layer, a, b):
+    """The policy with the windows of two KV heads of a layer exchanged."""
+    row = list(policy.layers[layer])
+    row[a], row[b] = row[b], row[a]
+    return Policy({**policy.layers, layer: tuple(row)})
+
+
+@pytest.mark.parametrize("model_name", SMALL_MODELS + ["smollm2_f32", "gemma3_f32"])
+def test_wrong_policy_is_noticed(model_name, request):
+    """Negative control: against the reference of a slightly wrong policy, the same comparison fails by far."""
+    model = request.getfixturevalue(model_name)
+    policy = model.policies["different"]
+    with Runtime(model.path, policy, model.n_threads) as runtime:
+        exact = model.run(runtime, *EXACT, 512, policy)
+        usual = model.run(runtime, "f16", True, 512, policy)
+    first = min(policy.layers)
+    wrong = {
+        "window one too long": other_window(policy, first, 0, policy.layers[first][0] + 1),
+        "window one too short": other_window(policy, first, 0, policy.layers[first][0] - 1),
+        "window left out": other_window(policy, first, 0, None),
+    }
+    if len(policy.layers[first]) > 1:
+        wrong["heads swapped"] = swapped(policy, first, 0, 1)
+    for what, other in wrong.items():
+        expected = model.expected(other)
+        ratios = [min(error / model.floor(*kind, 512)[part] for part, error in by_part(actual, expected).items())
+                  for actual, kind in ((exact, EXACT), (usual, ("f16", True)))]
+        print(f"{what:20}: error {ratios[0]:.3g} times the floor with F32 K/V, {ratios[1]:.3g} times with F16 and FlashAttention")
+        assert ratios[0] > NOTICED_FACTOR, f"{what} goes unnoticed"
+
+
+def test_token_by_token(random_hybrid):
+    """No prefill at all: every token is decoded alone, and the rings turn over several times."""
+    model, n_tokens = random_hybrid, 900
+    positions = np.arange(0, n_tokens, 7)
+    for name in ("different", "all 16"):
+        policy = model.policies[name]
+        expected = model.reference.logits(model.tokens[:n_tokens], policy.layers, 0, positions)
+        with Runtime(model.path, policy, n_threads=1) as runtime, runtime.context(model.n_ctx, 32, *EXACT) as context:
+            actual = context.run(model.tokens[:n_tokens], positions, n_prefill=1)
+        error, floor = nmse(actual, expected), model.floor(*EXACT, 32)["decode"]
+        print(f"{name}: NMSE {error:.1e}, {error / floor:.2f} times the full cache's")
+        assert error < WINDOWED_FACTOR * floor
+
+
+@pytest.mark.parametrize("flash", [False, True])
+@pytest.mark.parametrize("windows", [(16, 16, 16, 16), (16, 40, 300, 16)], ids=str)
+def test_window_ends_exactly(tmp_path, windows, flash):
+    """In a one-layer model a token matters for the next w - 1 tokens, and not one bit beyond, whatever the batches."""
+    path = str(tmp_path / "one-layer.gguf")
+    random_models.write_llama(path, seed=3)
+    tokens = np.random.default_rng(4).integers(0, 256, 620)
+    reach = max(windows)
+    positions = np.arange(len(tokens))
+    with Runtime(path, Policy({0: windows}), n_threads=1) as runtime:
+        for chunk in (len(tokens), 1, 7, 16, 64):
+            def logits(ids):
+                with runtime.context(1024, 64, "f16", flash) as context:
+                    assert max(group["cells"] for group in context.info()["groups"]) <= 512
+                    return context.run(ids, positions, len(ids), chunk)
+
+            before = logits(tokens)
+            for changed in (0, 250, 590):
+                other = tokens.copy()
+                other[changed] = (other[changed] + 1) % 256
+                touched = np.flatnonzero((logits(other) != before).any(axis=1))
+                wanted = range(changed, min(changed + reach, len(tokens)))
+                assert touched.tolist() == list(wanted), f"chunk {chunk}, token {changed}"
+
+
+def test_needles(mini_hybrid):
+    """The trained hybrid finds far facts through KV head 7.1 alone; with that head windowed as well it does not."""
+    policies = {
+        "full": None,
+        "only 7.1 full": Policy({3: (64,) * 4, 7: (64, None, 64, 64)}),
+        "all windowed": Policy({3: (64,) * 4, 7: (64,) * 4}),
+    }
+    prompts = [needle_prompt(seed, 1024, distance) for distance in (128, 256, 512, 900) for seed in range(10)]
+    share = {}
+    for name, policy in policies.items():
+        with Runtime(mini_hybrid, policy, n_threads=1) as runtime:
+            share[name] = np.mean([answer(runtime, prompt) == value for prompt, value in prompts])
+    print(", ".join(f"{name}: {right:.2f}" for name, right in share.items()))
+    assert share["full"] >= 0.85
+    assert share["only 7.1 full"] >= 0.85
+    assert share["all windowed"] <= 0.15
+
+
+def answer(runtime, prompt):
+    """Three tokens of greedy continuation, as text."""
+    with runtime.context(1280, 128, "f16", True) as context:
+        tokens = runtime.tokenize(prompt)
+        digits = []
+        for _ in range(3):
+            logits = context.decode(tokens, [context.n_past + len(tokens) - 1])
+            tokens = [int(logits[0].argmax())]
+            digits += tokens
+        return runtime.text(digits).strip()
