@@ -1,0 +1,85 @@
+"""The grouped cache on small random models: native/tests/test-hwkv.cpp, in the release build and under sanitizers."""
+
+import os
+import subprocess
+
+import pytest
+
+from hwkv_llamacpp import HwkvError, native
+
+# one of each kind of memory that the grouped cache stands in for, and of each way to make K and V
+WALKED = ["llama-dense", "qwen3-dense", "gemma3-dense", "qwen35-dense", "falcon-h1-dense", "lfm2moe-moe"]
+
+# architectures whose refusal the tests rely on: their random models come with these properties
+REFUSED = {"bloom-dense": "ALiBi", "deepseek2-moe": "latent attention", "deepseek32-moe": "indexer", "mamba-dense": "no KV cache"}
+
+
+def run(program, *words, **env):
+    done = subprocess.run([program, *map(str, words)], text=True, capture_output=True, timeout=850, env={**os.environ, **env})
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert not done.stderr.strip(), done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def sanitized():
+    """test-hwkv built with ASan and UBSan."""
+    program = native.ROOT / "build" / "hwkv" / "cpu-sanitize" / "bin" / "test-hwkv"
+    if not program.exists():
+        pytest.skip(f"{program} is missing: run ./build.sh --sanitize")
+    return program
+
+
+def model(random_models, name):
+    return next(path for path in random_models if path.stem == name)
+
+
+def test_every_architecture_is_served_right_or_refused(random_models):
+    lines = run(native.binary("test-hwkv"), "archs", random_models[0].parent)
+    said = {line.split()[0]: line for line in lines[:-1]}
+    assert set(said) == {path.stem for path in random_models}
+    assert not [line for line in said.values() if "ok:" not in line and "refused:" not in line]
+    for name, why in REFUSED.items():
+        assert "refused:" in said[name] and why in said[name]
+    # the rest is served: a change that refuses what was served is no accident
+    assert sum("ok:" in line for line in said.values()) >= 103
+
+
+@pytest.mark.parametrize("name", WALKED)
+def test_walk_of_sequence_operations(random_models, name):
+    lines = run(native.binary("test-hwkv"), "walk", model(random_models, name), "--seeds", 1, 8, "--steps", 40)
+    assert len(lines) == 8
+
+
+@pytest.mark.parametrize("name", ["qwen3-dense", "gemma3-dense", "qwen35-dense"])
+def test_sanitizers_find_nothing(random_models, sanitized, name, tmp_path):
+    path = model(random_models, name)
+    (tmp_path / path.name).symlink_to(path)
+    options = {"ASAN_OPTIONS": "detect_leaks=1:abort_on_error=0", "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1"}
+    run(sanitized, "archs", tmp_path, **options)
+    run(sanitized, "walk", path, "--seeds", 1, 4, "--steps", 12, **options)
+
+
+# upstream's own tests of saved states, unchanged, with and without a policy
+
+@pytest.mark.parametrize("name", ["qwen3-dense", "gemma3-dense", "qwen35-dense"])
+@pytest.mark.parametrize("policy", ["off", "windows"])
+def test_upstream_state_tests(random_models, name, policy, tmp_path):
+    from hwkv_llamacpp import ModelGeometry
+    from hwkv_llamacpp.handmade import uniform
+
+    path = model(random_models, name)
+    value = "off"
+    if policy == "windows":
+        value = tmp_path / "policy.json"
+        uniform(ModelGeometry.from_gguf(path), 24).save(value)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / path.name).symlink_to(path)
+    try:
+        program = native.binary("test-save-load-state")
+    except HwkvError as error:
+        pytest.skip(str(error))
+    done = subprocess.run([program, "--models", tmp_path / "models", "--hwkv-policy", value, "-ngl", "0", "-t", "1"],
+                          text=True, capture_output=True, timeout=600, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
