@@ -117,6 +117,20 @@ def test_calls_equal_a_new_object(setup, noise):
         assert turns[i][2].n_read <= len(turns[i][1]) - len(turns[i - 1][1]), "an appended prompt was read again"
 
 
+@pytest.mark.parametrize("name", ["jamba-dense", "falcon-h1-dense", "gpt-oss-moe"])
+def test_calls_on_other_architectures(random_models, name):
+    """Random weights: a policy moves log-probabilities by 3e-4 at least there, so the limit is below that."""
+    model = next(path for path in random_models if path.stem == name)
+    policy = handmade.uniform(ModelGeometry.from_gguf(model), 64)
+    llm = new(model, policy)
+    tokens = np.random.default_rng(0).integers(1, llm.n_vocab(), 1100).tolist()
+    full = answer(new(model, None), tokens[:700])
+    for what, prompt, turn in calls(llm, tokens):
+        assert difference(turn, answer(new(model, policy), prompt))[0] < 1e-4, what
+        if what == "first":
+            assert difference(turn, full)[0] > 2e-4
+
+
 def test_reset_between_calls_changes_no_answer(setup, noise):
     model, policy, tokens = setup
     for (what, _, kept), (_, _, reset) in zip(calls(new(model, policy), tokens),

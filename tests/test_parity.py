@@ -169,7 +169,7 @@ def random_hybrid(tmp_path_factory):
 def mini_hybrid_f32(mini_hybrid):
     path = str(testmodels.f32_copy(mini_hybrid))
     text = "".join(prompt + " " + value + "." for prompt, value in (needle_prompt(seed, 400, 350) for seed in range(4)))
-    with Runtime(path) as runtime:
+    with Runtime(path, n_threads=1) as runtime:
         tokens = runtime.tokenize(text)
     model = reference.load(path)
     return Model(model, four_head_policies(model), tokens, n_ctx=2048)
@@ -178,20 +178,20 @@ def mini_hybrid_f32(mini_hybrid):
 @pytest.fixture(scope="module")
 def smollm2_f32(smollm2):
     path = str(testmodels.f32_copy(smollm2))
-    with Runtime(path) as runtime:
+    with Runtime(path, n_threads=1) as runtime:
         tokens = runtime.tokenize(english(800, seed=1))[:832]
     model = reference.load(path)
     policies = {
         "different": rows(model, (16, 64, 160), (None, 100, 160), (64, None, 64), (128, 16, None), (None, None, None)),
         "all windowed": rows(model, (16, 64, 16), (128, 128, 32)),
     }
-    return Model(model, policies, tokens, n_ctx=1024, n_threads=2, stride=23)
+    return Model(model, policies, tokens, n_ctx=1024, n_threads=1, stride=23)
 
 
 @pytest.fixture(scope="module")
 def gemma3_f32(gemma3):
     path = str(testmodels.f32_copy(gemma3))
-    with Runtime(path) as runtime:
+    with Runtime(path, n_threads=1) as runtime:
         tokens = runtime.tokenize(english(1050, seed=2))[:1150]
     model = reference.load(path)
     policies = {
@@ -199,7 +199,7 @@ def gemma3_f32(gemma3):
         "all 16": rows(model, (16,)),
     }
     # ggml's GELU on the CPU is a table of F16 values
-    return Model(model, policies, tokens, n_ctx=1280, n_threads=2, stride=23, exact_limit=1e-6)
+    return Model(model, policies, tokens, n_ctx=1280, n_threads=1, stride=23, exact_limit=1e-6)
 
 
 SMALL_MODELS = ["random_dense", "random_hybrid", "mini_hybrid_f32"]

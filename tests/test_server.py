@@ -59,7 +59,7 @@ CASES = {case.name: case for case in (
 def built():
     try:
         native.binary("llama-server")
-        native.binary("llama-server", upstream=True)
+        native.binary("llama-server", upstream=True)  # what every comparison is held against
     except HwkvError as error:
         pytest.skip(str(error))
 
@@ -75,7 +75,7 @@ def options(case, tmp_path):
 
 
 @pytest.fixture
-def smollm2(tmp_path):
+def smollm2_options(tmp_path):
     return server_options(CASES["smollm2"], tmp_path)
 
 
@@ -176,10 +176,10 @@ def test_policy_off_is_the_unpatched_build(case, options):
     assert turns[0] == turns[1]
 
 
-def test_a_policy_changes_the_answer(smollm2):
+def test_a_policy_changes_the_answer(smollm2_options):
     """Otherwise the comparisons above would compare nothing."""
     prompt = list(tokens_of("smollm2"))[:700]
-    assert difference(fresh(smollm2, prompt), fresh(dataclasses.replace(smollm2, policy="off"), prompt))[0] > 0.1
+    assert difference(fresh(smollm2_options, prompt), fresh(dataclasses.replace(smollm2_options, policy="off"), prompt))[0] > 0.1
 
 
 @pytest.mark.parametrize("n_slots", [2, 4])
@@ -187,7 +187,7 @@ def test_a_policy_changes_the_answer(smollm2):
 def test_parallel_slots(case, options, noise, n_slots, unified):
     tokens = list(tokens_of(case.name))
     prompts = [tokens[i * 37:i * 37 + 400 + 50 * i] for i in range(n_slots)]
-    n_ctx = 2048 if unified else 1024 * n_slots
+    n_ctx = 1024 * n_slots  # unified KV shares it, split KV gives each slot its part
     several = dataclasses.replace(options, n_parallel=n_slots, kv_unified=unified, n_ctx=n_ctx)
     with LlamaServer(several) as server, ThreadPoolExecutor(n_slots) as pool:
         first = list(pool.map(lambda slot: ask(server, prompts[slot], id_slot=slot), range(n_slots)))
@@ -205,7 +205,7 @@ def test_parallel_slots(case, options, noise, n_slots, unified):
 @pytest.mark.parametrize("unified", [True, False], ids=["unified", "split"])
 def test_several_completions_of_one_prompt(case, options, noise, n, unified):
     prompt = list(tokens_of(case.name))[:600]
-    several = dataclasses.replace(options, n_parallel=n, kv_unified=unified, n_ctx=2048 if unified else 1024 * n)
+    several = dataclasses.replace(options, n_parallel=n, kv_unified=unified, n_ctx=1024 * n)
     with LlamaServer(several) as server:
         replies = server.post("/completion", {"prompt": prompt, "n_cmpl": n, "n_predict": 6, "temperature": 0, "n_probs": 5,
                                               "return_tokens": True, "ignore_eos": True})
@@ -267,9 +267,9 @@ def test_tokens_read_per_turn_do_not_grow_with_the_batch(name, tmp_path):
     assert all(n <= 40 + 8 for turns in read.values() for n in turns[1:]), read
 
 
-def test_context_shift_is_off_under_a_policy(smollm2):
+def test_context_shift_is_off_under_a_policy(smollm2_options):
     prompt = list(tokens_of("smollm2"))[:900]
-    options = dataclasses.replace(smollm2, n_ctx=1024, context_shift=True)
+    options = dataclasses.replace(smollm2_options, n_ctx=1024, context_shift=True)
     with LlamaServer(options) as server:
         assert re.search(r"ctx_shift is not supported|context shift.*(disabled|not supported)", server.log(), re.IGNORECASE)
         for cache_prompt in (True, False):
