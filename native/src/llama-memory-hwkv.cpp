@@ -684,6 +684,11 @@ void llama_memory_hwkv::state_read(llama_io_read_i & io, llama_seq_id seq_id, ll
         throw std::runtime_error("the state was saved at a context size at which other windows of the hwkv policy are full");
     }
 
+    // the caches themselves leave a sequence as it is if the state has no cells for it
+    if (seq_id != -1 && !partial) {
+        seq_rm(seq_id, -1, -1);
+    }
+
     try {
         for (uint32_t ig = 0; ig < groups.size(); ++ig) {
             if (partial && groups[ig]->swa_type == LLAMA_SWA_TYPE_NONE) {
