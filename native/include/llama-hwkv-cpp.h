@@ -56,11 +56,15 @@ inline void llama_hwkv_policy_override(std::vector<llama_model_kv_override> & ov
     }
 }
 
-// llama_hwkv_info as a string
-inline std::string llama_hwkv_info_str(const llama_context * ctx) {
-    std::string res(llama_hwkv_info(ctx, nullptr, 0), '\0');
+// llama_hwkv_info or llama_hwkv_table as a string
+inline std::string llama_hwkv_str(int32_t (*get)(const llama_context *, char *, size_t), const llama_context * ctx) {
+    std::string res(get(ctx, nullptr, 0), '\0');
 
-    llama_hwkv_info(ctx, &res[0], res.size() + 1);
+    get(ctx, &res[0], res.size() + 1);
 
     return res;
+}
+
+inline std::string llama_hwkv_info_str(const llama_context * ctx) {
+    return llama_hwkv_str(llama_hwkv_info, ctx);
 }

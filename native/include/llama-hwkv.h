@@ -29,6 +29,9 @@ extern "C" {
     // What the context's grouped cache holds, as JSON. Returns the length of the text like snprintf.
     LLAMA_API int32_t llama_hwkv_info(const struct llama_context * ctx, char * buf, size_t n);
 
+    // The same as a table for people, a line each. Empty if not active.
+    LLAMA_API int32_t llama_hwkv_table(const struct llama_context * ctx, char * buf, size_t n);
+
     // The layers of a model and which of them a policy may configure, as JSON. Returns the length like snprintf.
     LLAMA_API int32_t llama_hwkv_layers(const struct llama_model * model, char * buf, size_t n);
 

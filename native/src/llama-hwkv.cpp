@@ -57,6 +57,18 @@ int32_t llama_hwkv_info(const llama_context * ctx, char * buf, size_t n) {
     return hwkv_copy(mem ? mem->info() : "{\"active\":false}", buf, n);
 }
 
+int32_t llama_hwkv_table(const llama_context * ctx, char * buf, size_t n) {
+    std::string res;
+
+    if (const auto * mem = hwkv_memory(ctx)) {
+        for (const auto & line : mem->table()) {
+            res += line + "\n";
+        }
+    }
+
+    return hwkv_copy(res, buf, n);
+}
+
 int32_t llama_hwkv_layers(const llama_model * model, char * buf, size_t n) {
     const auto & hparams = model->hparams;
 

@@ -252,7 +252,9 @@ const llama_memory_params & params,
                 /* filter    */ [&](int32_t il) { return llama_hwkv_layer_is_recurrent(model, il); });
     }
 
-    log_table();
+    for (const auto & line : table()) {
+        LLAMA_LOG_INFO("%s: %s\n", __func__, line.c_str());
+    }
 }
 
 //
@@ -807,12 +809,13 @@ static double hwkv_mib(size_t bytes) {
     return bytes/1024.0/1024.0;
 }
 
-void llama_memory_hwkv::log_table() const {
+std::vector<std::string> llama_memory_hwkv::table() const {
+    std::vector<std::string> res;
+
     size_t bytes = 0;
 
-    LLAMA_LOG_INFO("%s: policy %s from %s\n", __func__,
-            llama_hwkv_hex(policy->fingerprint(model.hparams.n_layer_all)).c_str(), policy->source.c_str());
-    LLAMA_LOG_INFO("%s:     window | layers | KV heads |    cells |        MiB\n", __func__);
+    res.push_back(format("hwkv policy %s from %s", llama_hwkv_hex(policy->fingerprint(model.hparams.n_layer_all)).c_str(), policy->source.c_str()));
+    res.push_back("    window | layers | KV heads |    cells |        MiB");
 
     for (uint32_t ig = 0; ig < groups.size(); ++ig) {
         const auto & g = *groups[ig];
@@ -820,15 +823,17 @@ void llama_memory_hwkv::log_table() const {
 
         const std::string window = g.window == LLAMA_HWKV_FULL ? "full" : std::to_string(g.window);
 
-        LLAMA_LOG_INFO("%s: %10s | %6u | %8u | %8u | %10.2f%s\n", __func__,
-                window.c_str(), b.n_layer, b.n_head_kv, g.kv->get_size(), hwkv_mib(b.bytes), g.native_swa ? " (the model's own sliding window)" : "");
+        res.push_back(format("%10s | %6u | %8u | %8u | %10.2f%s", window.c_str(), b.n_layer, b.n_head_kv, g.kv->get_size(), hwkv_mib(b.bytes),
+                    g.native_swa ? " (the model's own sliding window)" : ""));
 
         bytes += g.native_swa ? 0 : b.bytes;
     }
 
-    LLAMA_LOG_INFO("%s: KV cache of the configurable layers: %.2f MiB, with full windows it would be %.2f MiB (%.1f %% kept)\n", __func__,
-            hwkv_mib(bytes), hwkv_mib(full_bytes()), 100.0*bytes/full_bytes());
-    LLAMA_LOG_INFO("%s: a context checkpoint takes up to %.2f MiB\n", __func__, hwkv_mib(checkpoint_bytes()));
+    res.push_back(format("KV cache of the configurable layers: %.2f MiB, with full windows it would be %.2f MiB (%.1f %% kept)",
+                hwkv_mib(bytes), hwkv_mib(full_bytes()), 100.0*bytes/full_bytes()));
+    res.push_back(format("a context checkpoint takes up to %.2f MiB", hwkv_mib(checkpoint_bytes())));
+
+    return res;
 }
 
 std::string llama_memory_hwkv::info() const {

@@ -116,8 +116,9 @@ public:
     //   llama_kv_cache::find_slot() recycles only cells of a single sequence
     void trim_shared(uint32_t ig);
 
-    // see llama_hwkv_info()
+    // see llama_hwkv_info() and llama_hwkv_table()
     std::string info() const;
+    std::vector<std::string> table() const;
 
 private:
     struct group {
@@ -173,8 +174,6 @@ private:
     size_t row_size(uint32_t il, uint32_t n_head_kv) const; // bytes of K and V of one cell
     size_t full_bytes() const;                              // what upstream's cache would take for the configurable layers
     size_t checkpoint_bytes() const;                        // of one context checkpoint, at most
-
-    void log_table() const;
 
     slots prepare(uint32_t ig, const std::vector<llama_ubatch> & ubatches);
 
