@@ -75,11 +75,12 @@ class Runtime:
 
     @contextmanager
     def context(self, n_ctx, n_ubatch, kv_type="f16", flash=True):
-        """A fresh context for one sequence."""
+        """A fresh context for one sequence. kv_type: one name for K and V, or two with a space between."""
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = n_ctx, n_ctx, n_ubatch, 1
         params.n_threads = params.n_threads_batch = self.n_threads
-        params.type_k = params.type_v = KV_TYPES[kv_type]
+        names = kv_type.split()
+        params.type_k, params.type_v = KV_TYPES[names[0]], KV_TYPES[names[-1]]
         params.flash_attn_type = FLASH_ATTENTION[flash]
         params.swa_full = False
         ctx = llama_cpp.llama_init_from_model(self.model, params)

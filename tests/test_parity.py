@@ -3,16 +3,18 @@
 Logits of libllama under a policy are held against `reference`, a NumPy forward pass that shares no code with it.
 
 How close is close enough: the K/V type and the attention kernel alone cause an error that has nothing to do with
-windows (F16 rounds K and V to 11 bits, q4_0 to 4; FlashAttention on the CPU may add up V in F16; rotary angles in F32
-lose digits as positions grow). Each test measures that error first, as the distance between upstream's own path
-without a policy and the full reference (`floor`), checks that it is as small as the type allows (FLOOR_LIMIT), and
-allows a windowed run WINDOWED_FACTOR times as much: a softmax over 16 keys averages rounding errors less than one over
-thousands does, which makes up to 5.3 times. The negative controls show what this resolves: with one window off by one,
-or two heads swapped, the distance is at least NOTICED_FACTOR times the floor.
+windows. F16 rounds K and V to 11 bits, q4_0 to 4; FlashAttention on the CPU may add up V in F16. Each test measures
+that error first, as the distance between upstream's own path without a policy and the full reference (`floor`), checks
+that it is as small as the type allows (FLOOR_LIMIT), and allows a windowed run WINDOWED_FACTOR times as much, because a
+softmax over 16 keys averages less rounding away than one over a thousand. 10 times is the most that was seen: rotary
+angles in F32 lose digits as positions grow, which leaves SmolLM2's last tokens at 2e-11 with full heads and at 2e-10
+with small windows (4e-12 and 5e-12 against a reference that rounds its angles alike). The negative controls show what
+this resolves: one window off by one, or two heads swapped, is at least NOTICED_FACTOR times the floor away.
 
 Errors are normalised mean squares (NMSE) of logits, each row centred because softmax ignores its mean.
 """
 
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -29,20 +31,21 @@ try:
 except HwkvError as error:
     pytest.skip(str(error), allow_module_level=True)
 
-WINDOWED_FACTOR = 8
-NOTICED_FACTOR = 100
+WINDOWED_FACTOR = 20
+NOTICED_FACTOR = 1000
 
 # largest NMSE of upstream's own path against the full reference, by K/V type and FlashAttention
 EXACT = ("f32", False)  # with FlashAttention, F32 K/V are cast to F16
 FLOOR_LIMIT = {
     ("f16", False): 1e-5,
     ("f16", True): 1e-3,
+    ("q8_0 f16", False): 1e-3,  # a quantised V needs FlashAttention
     ("q8_0", True): 1e-3,
     ("q4_0", True): 1e-1,
 }
 KINDS = [EXACT, *FLOOR_LIMIT]
 
-N_DECODE = 32
+N_DECODE = 20
 PARTS = {"prefill": slice(None, -N_DECODE), "decode": slice(-N_DECODE, None)}  # of the compared positions
 
 
@@ -54,19 +57,17 @@ class Model:
     exact_limit: largest NMSE of upstream's own path against the full reference with F32 K/V.
     """
 
-    reference: object
+    reference: object  # from reference.load()
     policies: dict
     tokens: list
     n_ctx: int
     n_threads: int = 1
     stride: int = 7
     exact_limit: float = 1e-9
-    _logits: dict = field(default_factory=dict)
+    _runtimes: dict = field(default_factory=dict)
+    _expected: dict = field(default_factory=dict)
+    _actual: dict = field(default_factory=dict)
     _floors: dict = field(default_factory=dict)
-
-    @property
-    def path(self):
-        return self.reference.weights.path
 
     @property
     def n_prefill(self):
@@ -80,16 +81,24 @@ class Model:
     def expected(self, policy):
         """Reference logits at `positions`."""
         key = policy.to_json()
-        if key not in self._logits:
-            self._logits[key] = self.reference.logits(self.tokens, policy.layers, policy.n_sink, self.positions)
-        return self._logits[key]
+        if key not in self._expected:
+            self._expected[key] = self.reference.logits(self.tokens, policy.layers, policy.n_sink, self.positions)
+        return self._expected[key]
 
-    def run(self, runtime, kv_type, flash, n_ubatch, policy=None):
-        """Runtime logits at `positions`: prefill in one call, then token by token. Checks that the policy is at work."""
-        with runtime.context(self.n_ctx, n_ubatch, kv_type, flash) as context:
-            if policy is not None:
+    def actual(self, policy, kv_type, flash, n_ubatch):
+        """Runtime logits at `positions`. Checks that the policy is at work."""
+        key = (policy.to_json(), kv_type, flash, n_ubatch)
+        if key not in self._actual:
+            with self.runtime(policy).context(self.n_ctx, n_ubatch, kv_type, flash) as context:
                 self.check_cache(context.info(), policy)
-            return context.run(self.tokens, self.positions, self.n_prefill)
+                self._actual[key] = context.run(self.tokens, self.positions, self.n_prefill)
+        return self._actual[key]
+
+    def runtime(self, policy):
+        key = policy and policy.to_json()
+        if key not in self._runtimes:
+            self._runtimes[key] = Runtime(self.reference.weights.path, policy, self.n_threads)
+        return self._runtimes[key]
 
     def check_cache(self, info, policy):
         """The context keeps this policy's windows, in rings too small for the prompt."""
@@ -104,12 +113,17 @@ class Model:
         # FlashAttention on the CPU has two kernels: the one for larger batches adds up V in F32
         key = (kv_type, flash, n_ubatch if flash else None)
         if key not in self._floors:
-            with Runtime(self.path, n_threads=self.n_threads) as runtime:
-                errors = by_part(self.run(runtime, kv_type, flash, n_ubatch), self.expected(Policy()))
+            with self.runtime(None).context(self.n_ctx, n_ubatch, kv_type, flash) as context:
+                actual = context.run(self.tokens, self.positions, self.n_prefill)
+            errors = by_part(actual, self.expected(Policy()))
             limit = FLOOR_LIMIT.get((kv_type, flash), self.exact_limit)
             assert max(errors.values()) < limit, f"the reference is not this model: NMSE {errors}"
             self._floors[key] = errors
         return self._floors[key]
+
+    def close(self):
+        for runtime in self._runtimes.values():
+            runtime.close()
 
 
 def nmse(actual, expected):
@@ -122,9 +136,9 @@ def by_part(actual, expected):
     return {part: nmse(actual[select], expected[select]) for part, select in PARTS.items()}
 
 
-def rows(model, *patterns):
+def rows(truth, *patterns):
     """Policy that gives the configurable layers these rows in turn."""
-    return Policy({layer: patterns[i % len(patterns)] for i, layer in enumerate(model.configurable)})
+    return Policy({layer: patterns[i % len(patterns)] for i, layer in enumerate(truth.configurable)})
 
 
 def english(n_words, seed):
@@ -136,14 +150,14 @@ def english(n_words, seed):
     return text.strip()
 
 
-def four_head_policies(model):
+def four_head_policies(truth):
     """Policies for models with two configurable layers of 4 KV heads."""
     return {
-        "different": rows(model, (16, 64, 200, 300), (None, 48, 256, 100)),
-        "equal, not adjacent": rows(model, (64, None, 64, 128), (128, 64, None, 64)),
-        "all 16": rows(model, (16,) * 4),
-        "all windowed": rows(model, (32, 128, 32, 256), (256, 17, 33, 255)),
-        "one layer": Policy({max(model.configurable): (64, None, 300, None)}),
+        "different": rows(truth, (16, 64, 200, 300), (None, 48, 256, 100)),
+        "equal, not adjacent": rows(truth, (64, None, 64, 128), (128, 64, None, 64)),
+        "all 16": rows(truth, (16,) * 4),
+        "all windowed": rows(truth, (32, 128, 32, 256), (256, 17, 33, 255)),
+        "one layer": Policy({max(truth.configurable): (64, None, 300, None)}),
     }
 
 
@@ -152,8 +166,9 @@ def random_dense(tmp_path_factory):
     path = str(tmp_path_factory.mktemp("random") / "llama.gguf")
     random_models.write_llama(path, seed=1, n_layer=2)
     tokens = np.random.default_rng(2).integers(0, 256, 1300)
-    model = reference.load(path)
-    return Model(model, four_head_policies(model), tokens, n_ctx=2048)
+    truth = reference.load(path)
+    with closing(Model(truth, four_head_policies(truth), tokens, n_ctx=2048)) as model:
+        yield model
 
 
 @pytest.fixture(scope="module")
@@ -161,8 +176,9 @@ def random_hybrid(tmp_path_factory):
     path = str(tmp_path_factory.mktemp("random") / "qwen35.gguf")
     random_models.write_qwen35(path, seed=1)
     tokens = np.random.default_rng(2).integers(0, 256, 1300)
-    model = reference.load(path)
-    return Model(model, four_head_policies(model), tokens, n_ctx=2048)
+    truth = reference.load(path)
+    with closing(Model(truth, four_head_policies(truth), tokens, n_ctx=2048)) as model:
+        yield model
 
 
 @pytest.fixture(scope="module")
@@ -171,8 +187,9 @@ def mini_hybrid_f32(mini_hybrid):
     text = "".join(prompt + " " + value + "." for prompt, value in (needle_prompt(seed, 400, 350) for seed in range(4)))
     with Runtime(path, n_threads=1) as runtime:
         tokens = runtime.tokenize(text)
-    model = reference.load(path)
-    return Model(model, four_head_policies(model), tokens, n_ctx=2048)
+    truth = reference.load(path)
+    with closing(Model(truth, four_head_policies(truth), tokens, n_ctx=2048)) as model:
+        yield model
 
 
 @pytest.fixture(scope="module")
@@ -180,26 +197,28 @@ def smollm2_f32(smollm2):
     path = str(testmodels.f32_copy(smollm2))
     with Runtime(path, n_threads=1) as runtime:
         tokens = runtime.tokenize(english(800, seed=1))[:832]
-    model = reference.load(path)
+    truth = reference.load(path)
     policies = {
-        "different": rows(model, (16, 64, 160), (None, 100, 160), (64, None, 64), (128, 16, None), (None, None, None)),
-        "all windowed": rows(model, (16, 64, 16), (128, 128, 32)),
+        "different": rows(truth, (16, 64, 160), (None, 100, 160), (64, None, 64), (128, 16, None), (None, None, None)),
+        "all windowed": rows(truth, (16, 64, 16), (128, 128, 32)),
     }
-    return Model(model, policies, tokens, n_ctx=1024, n_threads=1, stride=23)
+    with closing(Model(truth, policies, tokens, n_ctx=1024, stride=23)) as model:
+        yield model
 
 
 @pytest.fixture(scope="module")
 def gemma3_f32(gemma3):
     path = str(testmodels.f32_copy(gemma3))
     with Runtime(path, n_threads=1) as runtime:
-        tokens = runtime.tokenize(english(1050, seed=2))[:1150]
-    model = reference.load(path)
+        tokens = runtime.tokenize(english(780, seed=2))[:850]
+    truth = reference.load(path)
     policies = {
         "different": Policy({5: (16,), 11: (None,), 17: (300,)}),
-        "all 16": rows(model, (16,)),
+        "all 16": rows(truth, (16,)),
     }
     # ggml's GELU on the CPU is a table of F16 values
-    return Model(model, policies, tokens, n_ctx=1280, n_threads=1, stride=23, exact_limit=1e-6)
+    with closing(Model(truth, policies, tokens, n_ctx=1024, stride=23, exact_limit=1e-6)) as model:
+        yield model
 
 
 SMALL_MODELS = ["random_dense", "random_hybrid", "mini_hybrid_f32"]
@@ -207,19 +226,18 @@ FOUR_HEAD_POLICIES = ["different", "equal, not adjacent", "all 16", "all windowe
 
 
 def check_parity(model, policy, settings):
-    """Runs a policy under each (kv_type, flash, n_ubatch) and holds its error against the floor."""
+    """Holds a policy's error under each (kv_type, flash, n_ubatch) against the floor."""
     failed = []
-    with Runtime(model.path, policy, model.n_threads) as runtime:
-        for kv_type, flash, n_ubatch in settings:
-            expected, actual = model.expected(policy), model.run(runtime, kv_type, flash, n_ubatch, policy)
-            floor = model.floor(kv_type, flash, n_ubatch)
-            for part, error in by_part(actual, expected).items():
-                worst = np.abs(actual - expected)[PARTS[part]].max()
-                line = (f"{kv_type:4} flash={flash!s:5} ub={n_ubatch:3} {part:7}: NMSE {error:.1e}, "
-                        f"{error / floor[part]:.2f} times the full cache's {floor[part]:.1e}; largest difference {worst:.1e}")
-                print(line)
-                if not error < WINDOWED_FACTOR * floor[part]:
-                    failed.append(line)
+    for kv_type, flash, n_ubatch in settings:
+        expected, actual = model.expected(policy), model.actual(policy, kv_type, flash, n_ubatch)
+        floor = model.floor(kv_type, flash, n_ubatch)
+        for part, error in by_part(actual, expected).items():
+            worst = np.abs(actual - expected)[PARTS[part]].max()
+            line = (f"{kv_type:8} flash={flash!s:5} ub={n_ubatch:3} {part:7}: NMSE {error:.1e}, "
+                    f"{error / floor[part]:.2f} times the full cache's {floor[part]:.1e}; largest difference {worst:.1e}")
+            print(line)
+            if not error < WINDOWED_FACTOR * floor[part]:
+                failed.append(line)
     assert not failed, "\n".join(failed)
 
 
@@ -237,31 +255,18 @@ def test_small_model(model_name, name, request):
 @pytest.mark.parametrize("name", ["different", "all windowed"])
 def test_smollm2(smollm2_f32, name):
     check_parity(smollm2_f32, smollm2_f32.policies[name], {
-        "different": [("f32", False, 64), ("f32", False, 512), ("f16", True, 512), ("q8_0", True, 64), ("q4_0", True, 512)],
-        "all windowed": [("f32", False, 512), ("f16", True, 64)],
+        "different": [("f32", False, 64), ("f32", False, 512), ("f16", True, 256), ("q8_0", True, 64), ("q4_0", True, 512)],
+        "all windowed": [("f32", False, 512), ("f16", True, 256)],
     }[name])
 
 
 @pytest.mark.parametrize("name", ["different", "all 16"])
 def test_gemma3(gemma3_f32, name):
+    """The model's own sliding window of 512 turns over as well: its cache has 768 cells with these ubatches."""
     check_parity(gemma3_f32, gemma3_f32.policies[name], {
-        "different": [("f32", False, 64), ("f16", True, 512), ("q8_0", True, 64)],
-        "all 16": [("f32", False, 512), ("f16", True, 64)],
+        "different": [("f32", False, 64), ("f16", True, 256), ("q8_0", True, 64)],
+        "all 16": [("f32", False, 256), ("f16", True, 256)],
     }[name])
-
-
-def other_window(policy, layer, kv_head, window):
-    """The policy with one window replaced."""
-    row = list(policy.layers[layer])
-    row[kv_head] = window
-    return Policy({**policy.layers, layer: tuple(row)})
-
-
-def swapped(policy, layer, a, b):
-    """The policy with the windows of two KV heads of a layer exchanged."""
-    row = list(policy.layers[layer])
-    row[a], row[b] = row[b], row[a]
-    return Policy({**policy.layers, layer: tuple(row)})
 
 
 @pytest.mark.parametrize("model_name", SMALL_MODELS + ["smollm2_f32", "gemma3_f32"])
@@ -269,23 +274,23 @@ def test_wrong_policy_is_noticed(model_name, request):
     """Negative control: against the reference of a slightly wrong policy, the same comparison fails by far."""
     model = request.getfixturevalue(model_name)
     policy = model.policies["different"]
-    with Runtime(model.path, policy, model.n_threads) as runtime:
-        exact = model.run(runtime, *EXACT, 512, policy)
-        usual = model.run(runtime, "f16", True, 512, policy)
-    first = min(policy.layers)
+    layer = min(policy.layers)
+    row = policy.layers[layer]
     wrong = {
-        "window one too long": other_window(policy, first, 0, policy.layers[first][0] + 1),
-        "window one too short": other_window(policy, first, 0, policy.layers[first][0] - 1),
-        "window left out": other_window(policy, first, 0, None),
+        "window one too long": (row[0] + 1, *row[1:]),
+        "window one too short": (row[0] - 1, *row[1:]),
+        "window left out": (None, *row[1:]),
     }
-    if len(policy.layers[first]) > 1:
-        wrong["heads swapped"] = swapped(policy, first, 0, 1)
-    for what, other in wrong.items():
-        expected = model.expected(other)
-        ratios = [min(error / model.floor(*kind, 512)[part] for part, error in by_part(actual, expected).items())
-                  for actual, kind in ((exact, EXACT), (usual, ("f16", True)))]
-        print(f"{what:20}: error {ratios[0]:.3g} times the floor with F32 K/V, {ratios[1]:.3g} times with F16 and FlashAttention")
-        assert ratios[0] > NOTICED_FACTOR, f"{what} goes unnoticed"
+    if len(row) > 1:
+        wrong["heads swapped"] = (row[1], row[0], *row[2:])
+    exact, usual = (*EXACT, 64), ("f16", True, 256)
+    for what, wrong_row in wrong.items():
+        expected = model.expected(Policy({**policy.layers, layer: wrong_row}))
+        ratios = {setting: min(error / model.floor(*setting)[part]
+                               for part, error in by_part(model.actual(policy, *setting), expected).items())
+                  for setting in (exact, usual)}
+        print(f"{what:20}: error {ratios[exact]:.2g} times the floor with F32 K/V, {ratios[usual]:.2g} times with F16 and FlashAttention")
+        assert ratios[exact] > NOTICED_FACTOR, f"{what} goes unnoticed"
 
 
 def test_token_by_token(random_hybrid):
@@ -295,7 +300,7 @@ def test_token_by_token(random_hybrid):
     for name in ("different", "all 16"):
         policy = model.policies[name]
         expected = model.reference.logits(model.tokens[:n_tokens], policy.layers, 0, positions)
-        with Runtime(model.path, policy, n_threads=1) as runtime, runtime.context(model.n_ctx, 32, *EXACT) as context:
+        with model.runtime(policy).context(model.n_ctx, 32, *EXACT) as context:
             actual = context.run(model.tokens[:n_tokens], positions, n_prefill=1)
         error, floor = nmse(actual, expected), model.floor(*EXACT, 32)["decode"]
         print(f"{name}: NMSE {error:.1e}, {error / floor:.2f} times the full cache's")
@@ -334,13 +339,15 @@ def test_needles(mini_hybrid):
         "only 7.1 full": Policy({3: (64,) * 4, 7: (64, None, 64, 64)}),
         "all windowed": Policy({3: (64,) * 4, 7: (64,) * 4}),
     }
-    prompts = [needle_prompt(seed, 1024, distance) for distance in (128, 256, 512, 900) for seed in range(10)]
-    share = {}
+    prompts = [needle_prompt(seed, 1024, distance) for distance in (256, 512, 900) for seed in range(9)]
+    right = {}
     for name, policy in policies.items():
         with Runtime(mini_hybrid, policy, n_threads=1) as runtime:
-            share[name] = np.mean([answer(runtime, prompt) == value for prompt, value in prompts])
-    print(", ".join(f"{name}: {right:.2f}" for name, right in share.items()))
-    assert share["full"] >= 0.85
+            right[name] = np.array([answer(runtime, prompt) == value for prompt, value in prompts])
+    known = right.pop("full")
+    assert known.mean() > 0.7  # the model confuses some keys by itself: look only at what it knows
+    share = {name: answers[known].mean() for name, answers in right.items()}
+    print(f"known: {known.mean():.2f}; of these", ", ".join(f"{name}: {value:.2f}" for name, value in share.items()))
     assert share["only 7.1 full"] >= 0.85
     assert share["all windowed"] <= 0.15
 
