@@ -22,7 +22,7 @@ from .errors import HwkvError
 
 CELL_PAD = 256
 MAX_SEQ = 256     # LLAMA_MAX_SEQ
-SHARED_SLACK = 64  # HWKV_N_SLACK: positions per sequence beyond the window, in a ring that several share
+DRAFT_SLACK = 64  # LLAMA_HWKV_N_SLACK: positions per sequence beyond the window, where draft tokens could not be taken back without
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 
 
@@ -88,7 +88,7 @@ def predict(geometry, policy=None, n_ctx=0, *, n_batch=2048, n_ubatch=512, n_seq
     n_ctx_seq = n_ctx if unified else pad(n_ctx // n_seq_max)
     streams = 1 if unified else n_seq_max
     sharing = n_seq_max if unified else 1  # sequences in one ring
-    slack = SHARED_SLACK if sharing > 1 else 0
+    slack = DRAFT_SLACK if sharing > 1 or n_ubatch < DRAFT_SLACK * n_seq_max else 0
 
     def group(window, members):
         cells = n_ctx_seq if window is None else min(n_ctx_seq, pad((window + slack) * sharing + n_ubatch))

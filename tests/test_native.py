@@ -10,7 +10,7 @@ import pytest
 from hwkv_llamacpp import HwkvError, native
 
 # one of each kind of memory that the grouped cache stands in for, and of each way to make K and V
-WALKED = ["llama-dense", "qwen3-dense", "gemma3-dense", "qwen35-dense", "falcon-h1-dense", "lfm2moe-moe"]
+WALKED = ["llama-dense", "llama4-moe", "qwen3-dense", "gemma3-dense", "qwen35-dense", "falcon-h1-dense", "lfm2moe-moe"]
 
 # made by the program: layers that attend an earlier layer's K and V, and more KV heads than the files have
 MADE = ["made:gemma4", "made:llama", "made:qwen35"]

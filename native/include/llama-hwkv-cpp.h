@@ -17,9 +17,10 @@
 #define LLAMA_HWKV_OVERRIDE_KEY "hwkv.policy"
 
 // the argument of --hwkv-policy -> the value of the kv override; a file is read and checked here, once
+// empty (an environment variable that is set to nothing): as if it were not given
 // throws std::invalid_argument with one sentence
 inline std::string llama_hwkv_policy_arg(const std::string & value) {
-    if (value == "off" || value == "embedded" || value[0] == '@') {
+    if (value.empty() || value == "off" || value == "embedded" || value[0] == '@') {
         return value;
     }
 
@@ -35,6 +36,10 @@ inline std::string llama_hwkv_policy_arg(const std::string & value) {
 
 // put the override into a list that ends with an empty key (or is empty); may be called again with another value
 inline void llama_hwkv_policy_override(std::vector<llama_model_kv_override> & overrides, const std::string & value) {
+    if (value.empty()) {
+        return;
+    }
+
     overrides.erase(std::remove_if(overrides.begin(), overrides.end(), [](const llama_model_kv_override & o) {
         return strcmp(o.key, LLAMA_HWKV_OVERRIDE_KEY) == 0;
     }), overrides.end());

@@ -13,6 +13,9 @@
 
 #include "llama.h"
 
+// so many positions beyond the windows are kept where drafts need them: the longest draft is one token shorter
+#define LLAMA_HWKV_N_SLACK 64
+
 #ifdef __cplusplus
 extern "C" {
 #endif

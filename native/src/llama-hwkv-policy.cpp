@@ -274,13 +274,16 @@ struct hwkv_json_reader {
     }
 
     static std::string shown(const json & value) {
-        std::string text = value.dump();
-
-        if (text.size() > 40) {
-            text = text.substr(0, 37) + "...";
+        if (value.is_array()) {
+            return "an array";
+        }
+        if (value.is_object()) {
+            return "an object";
         }
 
-        return text;
+        const std::string text = value.dump(-1, ' ', /* ensure_ascii = */ true);
+
+        return text.size() > 40 ? text.substr(0, 37) + "..." : text;
     }
 
     int64_t integer(const json & value, const std::string & key, int64_t min, int64_t max) const {
@@ -510,17 +513,21 @@ static llama_hwkv_policy_ptr hwkv_policy_from_gguf(const gguf_context * ctx, con
 }
 
 llama_hwkv_policy_ptr llama_hwkv_policy_from_file(const std::string & path) {
+    // far more than a policy of the largest model takes
+    static constexpr size_t MAX_SIZE = 64*1024*1024;
+
     std::ifstream file(path, std::ios::binary);
 
     if (!file) {
         throw std::runtime_error(path + ": cannot open the policy file");
     }
 
-    char magic[4] = {};
+    std::string text(4, '\0');
 
-    file.read(magic, sizeof(magic));
+    file.read(&text[0], text.size());
+    text.resize(file.gcount());
 
-    if (file.gcount() == sizeof(magic) && memcmp(magic, GGUF_MAGIC, sizeof(magic)) == 0) {
+    if (text == GGUF_MAGIC) {
         gguf_init_params params = { /*.no_alloc =*/ true, /*.ctx =*/ nullptr };
 
         gguf_context_ptr ctx { gguf_init_from_file(path.c_str(), params) };
@@ -538,17 +545,23 @@ llama_hwkv_policy_ptr llama_hwkv_policy_from_file(const std::string & path) {
         return res;
     }
 
-    file.clear();
-    file.seekg(0);
+    // no seeking: the policy may come through a pipe
+    std::vector<char> chunk(1 << 16);
 
-    std::stringstream ss;
-
-    // a directory opens but cannot be read
-    if (!(ss << file.rdbuf())) {
-        throw std::runtime_error(path + ": cannot read the policy file");
+    while (file && text.size() <= MAX_SIZE) {
+        file.read(chunk.data(), chunk.size());
+        text.append(chunk.data(), file.gcount());
     }
 
-    return llama_hwkv_policy_from_json(ss.str(), path);
+    // a directory opens but cannot be read
+    if (file.bad() || text.empty()) {
+        throw std::runtime_error(path + ": cannot read the policy file, or it is empty");
+    }
+    if (text.size() > MAX_SIZE) {
+        throw std::runtime_error(path + ": larger than 64 MiB, this is no policy");
+    }
+
+    return llama_hwkv_policy_from_json(text, path);
 }
 
 //
@@ -597,7 +610,16 @@ llama_hwkv_policy_ptr llama_hwkv_policy_load(llama_model_loader & ml, const llam
 
     std::string value = "embedded";
 
-    ml.get_key("hwkv.policy", value, false);
+    // only what the user says counts here: a key of this name in the GGUF could name any file
+    const auto it = ml.kv_overrides.find("hwkv.policy");
+
+    if (it != ml.kv_overrides.end()) {
+        if (it->second.tag != LLAMA_KV_OVERRIDE_TYPE_STR) {
+            throw std::runtime_error("the kv override hwkv.policy is not a string: expected off, embedded, a path or @<id>");
+        }
+
+        value = it->second.val_str;
+    }
 
     if (value == "off") {
         return nullptr;

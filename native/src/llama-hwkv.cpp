@@ -9,6 +9,7 @@
 
 #include <cstdio>
 #include <exception>
+#include <stdexcept>
 #include <string>
 
 using json = nlohmann::ordered_json;
@@ -27,7 +28,9 @@ static int32_t hwkv_copy(const std::string & text, char * buf, size_t n) {
 template <typename F>
 static int32_t hwkv_register(F && read, char * id, size_t n_id, char * err, size_t n_err) {
     try {
-        hwkv_copy(llama_hwkv_policy_register(read()), id, n_id);
+        if ((size_t) hwkv_copy(llama_hwkv_policy_register(read()), id, n_id) >= n_id) {
+            throw std::runtime_error("the buffer for the id is too short");
+        }
         return 0;
     } catch (const std::exception & e) {
         hwkv_copy(e.what(), err, n_err);

@@ -1,6 +1,7 @@
 #include "llama-memory-hwkv.h"
 
 #include "llama-context.h"
+#include "llama-hwkv.h"
 #include "llama-impl.h"
 #include "llama-io.h"
 #include "llama-model.h"
@@ -13,10 +14,6 @@
 #include <limits>
 #include <set>
 #include <stdexcept>
-
-// in a ring shared by several sequences, one sequence must not recycle cells that another needs back when it takes
-//   back draft tokens: this many positions per sequence stay beyond the window
-static constexpr uint32_t HWKV_N_SLACK = 64;
 
 static constexpr uint32_t HWKV_STATE_MAGIC   = 0x564b5748; // "HWKV"
 static constexpr uint32_t HWKV_STATE_VERSION = 1;
@@ -88,7 +85,11 @@ const llama_memory_params & params,
     const uint32_t n_layer = hparams.n_layer_all;
 
     const uint32_t n_seq_ring = unified ? cparams.n_seq_max : 1;
-    const uint32_t n_slack    = n_seq_ring > 1 ? HWKV_N_SLACK : 0;
+
+    // draft tokens can be taken back: what decoding them and the rest of their batch recycles must have been masked
+    //   before. in one ubatch of one sequence nothing else is. where a ring is shared, or the draft may not fit into one
+    //   ubatch, this many positions per sequence stay beyond the window
+    const uint32_t n_slack = n_seq_ring > 1 || cparams.n_ubatch < LLAMA_HWKV_N_SLACK*cparams.n_seq_max ? LLAMA_HWKV_N_SLACK : 0;
 
     // a window that covers the context is no window
     const auto window_of = [&](uint32_t il, uint32_t ih) {
@@ -405,7 +406,7 @@ void llama_memory_hwkv::trim_shared(uint32_t ig) {
 
         for (uint32_t s = 0; s < pos_rm.size(); ++s) {
             if (cells.seq_has(i, s) &&
-                llama_hparams::is_masked_swa(g.window + kv.n_slack, g.swa_type, cells.pos_get(i), cells.seq_pos_max(s) + 1)) {
+                llama_hparams::is_masked_swa(g.window, g.swa_type, cells.pos_get(i), std::max(cells.pos_get(i), cells.seq_pos_max(s) + 1 - kv.n_slack))) {
                 pos_rm[s] = std::max(pos_rm[s], cells.pos_get(i));
             }
         }
@@ -450,7 +451,7 @@ void llama_memory_hwkv::clear(bool data) {
 
 bool llama_memory_hwkv::can_resume(llama_seq_id seq_id, llama_pos p0) const {
     return std::all_of(groups.begin(), groups.end(), [&](const auto & g) {
-        return g->kv->seq_pos_min(seq_id) <= g->needed(p0);
+        return g->swa_type == LLAMA_SWA_TYPE_NONE || g->kv->seq_pos_min(seq_id) <= g->needed(p0);
     });
 }
 
@@ -705,13 +706,27 @@ void llama_memory_hwkv::state_read(llama_io_read_i & io, llama_seq_id seq_id, ll
         if (mem_recr) {
             mem_recr->state_read(io, seq_id, flags);
         }
+
+        // the full group keeps its own past but not what came after the windows were saved
+        if (partial && seq_id != -1) {
+            const llama_pos pos_max = seq_pos_max(seq_id);
+
+            for (auto & g : groups) {
+                g->kv->seq_rm(seq_id, pos_max + 1, -1);
+            }
+        }
     } catch (...) {
         // leave no sequence that only some of the groups know
         for (auto & g : groups) {
             g->kv->state_clear(seq_id);
         }
         if (mem_recr) {
-            mem_recr->seq_rm(seq_id, -1, -1);
+            // llama_memory_recurrent cannot remove all sequences
+            if (seq_id == -1) {
+                mem_recr->clear(true);
+            } else {
+                mem_recr->seq_rm(seq_id, -1, -1);
+            }
         }
 
         throw;
@@ -879,7 +894,7 @@ std::string llama_memory_hwkv::info() const {
         { "full_kv_bytes",    full_bytes()       },
         { "checkpoint_bytes", checkpoint_bytes() },
         { "groups",           list               },
-    }).dump();
+    }).dump(-1, ' ', false, json::error_handler_t::replace); // a path can be anything
 }
 
 //

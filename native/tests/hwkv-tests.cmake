@@ -1,3 +1,5 @@
 # added to the tests of llama.cpp by the patch
 
-llama_build(test-hwkv.cpp)
+# without llama-common, so that a sanitized build stays small
+add_executable(test-hwkv test-hwkv.cpp)
+target_link_libraries(test-hwkv PRIVATE llama)

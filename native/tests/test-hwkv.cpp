@@ -384,7 +384,9 @@ static std::string test_arch(const std::string & path) {
         REQUIRE(llama_hwkv_active(ctx.get()) == (model == on.get() || env_name), "%s: grouped cache or not", path.c_str());
 
         if (model == on.get() && !env_name) {
-            for (const auto & group : json::parse(llama_hwkv_info_str(ctx.get()))["groups"]) {
+            const json info = json::parse(llama_hwkv_info_str(ctx.get()));
+
+            for (const auto & group : info["groups"]) {
                 REQUIRE(group["window"].is_null() || group["cells"] <= 256, "%s: the ring of window %s does not evict", path.c_str(), group["window"].dump().c_str());
             }
         }
@@ -561,7 +563,7 @@ struct walk {
         const auto tokens = random_tokens(model.get(), 300, rng);
 
         control = nmse(run(ctx_wider.get(), tokens, tokens.size()), run(ctx_fresh.get(), tokens, tokens.size()));
-        tol     = wp.fa ? std::max(control/3, 1e-5) : control/5;
+        tol     = wp.fa ? std::max(control/3, 1e-4) : control/5;
     }
 
     const walk_params wp;
@@ -691,8 +693,8 @@ struct walk {
     //   draft can be taken back
     void op_draft(uint32_t s) {
         const uint32_t other   = (s + 1) % N_SEQ;
-        const size_t   n_draft = 1 + pick(15);
-        const size_t   n_other = pick(200);
+        const size_t   n_draft = 1 + pick(LLAMA_HWKV_N_SLACK - 1);
+        const size_t   n_other = pick(190);
 
         if (!fits(s, n_draft) || !fits(other, n_other) || seqs[s].empty() || llama_model_is_hybrid(model.get())) {
             return;
@@ -742,11 +744,27 @@ struct walk {
 
         const size_t n = llama_state_get_data(ctx.get(), data.data(), data.size());
 
+        const std::vector<std::vector<llama_token>> seqs_saved(std::begin(seqs), std::end(seqs));
+
+        // cut short: refused, and what is empty then is really empty
+        if (pick(2) == 0) {
+            REQUIRE(llama_state_set_data(ctx.get(), data.data(), n - 1 - pick(n/2)) == 0, "a part of a whole state is restored");
+
+            for (uint32_t s = 0; s < N_SEQ; ++s) {
+                if (llama_memory_seq_pos_max(mem, s) == -1) {
+                    seqs[s].clear();
+                    verify(s);
+                }
+            }
+        }
+
         for (uint32_t s = 0; s < N_SEQ; ++s) {
             llama_memory_seq_rm(mem, s, -1, -1);
         }
 
         REQUIRE(llama_state_set_data(ctx.get(), data.data(), n) == n, "a whole state is not restored");
+
+        std::copy(seqs_saved.begin(), seqs_saved.end(), std::begin(seqs));
     }
 
     // the next logits of a sequence against those of a fresh run of the same tokens
