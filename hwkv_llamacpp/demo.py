@@ -22,8 +22,9 @@ from .server import LlamaServer, ServerOptions
 MIB = 2**20
 N_CTX = 8192
 WINDOW = 512
-# Chosen by hand: layers that stay full in all their heads. Every other KV head keeps the last WINDOW tokens.
-FULL_LAYERS = (6, 12, 18, 24)
+# Chosen by hand: these KV heads keep the last WINDOW tokens, the others all. Windows on layers 5 to 7, or on most heads of the upper
+# layers, cost this small model the fact at the start of the text.
+WINDOWED = {**{layer: (0, 1, 2) for layer in (0, 1, 2, 3, 4, 8, 9, 10, 11)}, 12: (0,), 16: (0, 2), 19: (1,)}
 QUESTIONS = ("What is the name of the harbour master's dog?", "What colour is my new boat?")
 
 
@@ -51,7 +52,9 @@ def run(args):
     args.output.mkdir(parents=True, exist_ok=True)
     source = testmodels.smollm2()
     geometry = ModelGeometry.from_gguf(source)
-    policy = handmade.uniform(geometry, WINDOW, [(layer, None) for layer in FULL_LAYERS])
+    policy = handmade.pattern(geometry, by_layer={
+        layer.layer: [WINDOW if head in WINDOWED[layer.layer] else None for head in range(layer.n_head_kv)]
+        for layer in geometry.configurable if layer.layer in WINDOWED})
     policy_path, model = args.output / "policy.json", args.output / "SmolLM2-135M-Instruct-hwkv.gguf"
     policy.save(policy_path)
     embed(source, policy, model, force=True)
@@ -82,8 +85,8 @@ def run(args):
         console.print(f"Q: {question}")
         for name, arm in arms.items():
             console.print(f"   {name:8s} {arm.answers[i]}", markup=False)
-    console.print(f"The policy is hand-made: the layers {', '.join(map(str, FULL_LAYERS))} stay full, all other KV heads keep {WINDOW} tokens. "
-                  "What a real policy loses and keeps will be measured by calibration.")
+    console.print(f"The policy is hand-made, from trials on this text: {sum(map(len, WINDOWED.values()))} KV heads keep {WINDOW} tokens, the "
+                  "others all. It stands in until calibration can find each head's window.")
     console.print(f"Files: {model}\n       {policy_path}\n       {args.output / 'llama-server-embedded.log'}", markup=False, soft_wrap=True)
 
 
