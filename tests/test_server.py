@@ -12,6 +12,7 @@ from needle import needle_prompt
 
 from hwkv_llamacpp import ModelGeometry, handmade, native, testmodels
 from hwkv_llamacpp.demo import diary
+from hwkv_llamacpp.embed import embed
 from hwkv_llamacpp.errors import HwkvError
 from hwkv_llamacpp.server import LlamaServer, ServerOptions
 
@@ -333,6 +334,44 @@ def test_props_report_what_is_allocated(options, case):
     assert hwkv["kv_bytes"] == predicted.kv_bytes
     assert hwkv["full_kv_bytes"] == predicted.full_kv_bytes
     assert hwkv["fingerprint"] == case.policy().fingerprint(ModelGeometry.from_gguf(case.model).n_layer)
+
+
+def test_shorten_to_every_length_near_a_checkpoint(case, options, noise):
+    """A checkpoint holds the windows at its end only: a prompt that ends there, or one token before, must not rely on it."""
+    tokens, n = list(tokens_of(case.name)), case.n_prompt
+    kept = {}
+    with LlamaServer(options) as server:
+        for length in [*range(n - 7, n + 1), *range(n - N_UBATCH - 7, n - N_UBATCH)]:
+            ask(server, tokens[:n], n_predict=40)
+            kept[length] = ask(server, tokens[:length], n_predict=1)
+    for length in (n - 5, n - N_UBATCH - 4):
+        assert_same(kept[length], fresh(options, tokens[:length]), noise, f"shortened to {length}")
+
+
+@pytest.mark.parametrize("target, draft", [("windows", "windows"), ("off", "windows")])
+def test_draft_model_with_a_policy_of_its_own(smollm2_options, tmp_path, target, draft):
+    """Prompts are cut where the target's windows allow it; what the draft's would allow must not matter."""
+    policy, carrier = CASES["smollm2"].policy(), tmp_path / "draft.gguf"
+    embed(testmodels.smollm2(), policy, carrier)
+    options = smollm2_options if target == "windows" else dataclasses.replace(smollm2_options, policy="off")
+    drafting = dataclasses.replace(options, extra=(*options.extra, "-md", str(carrier), "--spec-type", "draft-simple", "--spec-draft-n-max", "8"))
+    tokens = list(tokens_of("smollm2"))
+    prompts = [tokens[:520], tokens[:200] + tokens[300:420], tokens[:600], tokens[:90]]
+    with LlamaServer(drafting) as server:
+        answers = [ask(server, prompt, n_predict=12) for prompt in prompts]
+    with LlamaServer(options) as server:
+        plain = [ask(server, prompt, n_predict=12) for prompt in prompts]
+    noise = upstream_noise("smollm2", tmp_path)
+    for i, (answer, expected) in enumerate(zip(answers, plain)):
+        assert_same(answer, expected, noise, f"prompt {i}")
+
+
+def test_a_draft_longer_than_can_be_taken_back_is_refused(smollm2_options):
+    server = LlamaServer(dataclasses.replace(smollm2_options, extra=("-md", str(testmodels.smollm2()), "--spec-type", "draft-simple",
+                                                                     "--spec-draft-n-max", "64")))
+    with pytest.raises(HwkvError):
+        server.start()
+    assert "at most 63 can be taken back" in server.log()
 
 
 # ---- LlamaServer itself ----------------------------------------------------------------------------------------------

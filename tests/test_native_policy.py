@@ -1,0 +1,151 @@
+"""The C++ reader of policies: the same rules as the Python one, whatever the file is."""
+
+import json
+import os
+import subprocess
+import threading
+
+import pytest
+from conftest import write_gguf
+from gguf import GGUFReader, GGUFValueType, GGUFWriter
+
+from hwkv_llamacpp import HwkvError, ModelGeometry, Policy, handmade, native
+from hwkv_llamacpp.embed import embed
+
+
+@pytest.fixture(scope="module")
+def register():
+    try:
+        native.load()
+    except HwkvError as error:
+        pytest.skip(str(error))
+    return native.register
+
+
+def policy(**changes):
+    return json.dumps({"format": "hwkv-policy", "version": 1, "layers": [{"layer": 3, "windows": [64, "full", 64, 64]}], **changes})
+
+
+def row(windows, layer=3):
+    return policy(layers=[{"layer": layer, "windows": windows}])
+
+
+@pytest.mark.parametrize("text, words", [
+    ("", "not JSON"),
+    ("[1, 2", "not JSON"),
+    ("\x00", "not JSON"),
+    ("[]", "policy: expected an object, got an array"),
+    ('{"format": "hwkv-policy", "format": "x"}', 'the key "format" stands twice'),
+    ("{}", 'the key "format" is missing'),
+    (policy(format="other"), 'format: expected "hwkv-policy", got "other"'),
+    (policy(format=[[]]), 'format: expected "hwkv-policy", got an array'),
+    ('{"format": ' + "[" * 200000 + "]" * 200000 + ', "version": 1, "layers": []}', 'format: expected "hwkv-policy", got an array'),
+    (policy(version=2), "version: expected an integer from 1 to 1, got 2"),
+    (policy(windows=3), 'unknown key "windows"'),
+    (policy(n_sink=-1), "n_sink: expected an integer from 0"),
+    (policy(n_sink=1.5), "n_sink: expected an integer from 0"),
+    (policy(layers={}), "layers: expected an array, got an object"),
+    (policy(layers=[{"layer": 3}]), 'layers[0]: the key "windows" is missing'),
+    (policy(layers=[{"layer": 3, "windows": [1]}, {"layer": 3, "windows": [1]}]), "layers[1].layer: layer 3 stands twice"),
+    (row([]), "layers[0].windows: expected an array of windows"),
+    (row([0]), "layers[0].windows[0]: expected an integer from 1 to 2147483647, got 0"),
+    (row([64, -5]), "layers[0].windows[1]: expected an integer from 1 to 2147483647, got -5"),
+    (row([2**31]), "got 2147483648"),
+    (row([10**30]), "layers[0].windows[0]: expected an integer"),
+    (row([True]), "layers[0].windows[0]: expected an integer"),
+    (row(["half"]), 'layers[0].windows[0]: expected "full" or a positive integer, got "half"'),
+    (row(["ä" * 100]), 'expected "full" or a positive integer'),
+    (row([64], layer=-1), "layers[0].layer: expected an integer from 0"),
+    (policy(model={"arch": "x"}), 'model: unknown key "arch"'),
+    (policy(model={"n_layer": "x"}), "model.n_layer: expected an integer"),
+])
+def test_bad_text_is_one_sentence(register, text, words):
+    with pytest.raises(HwkvError) as error:
+        register(text)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value).strip()
+
+
+def complete(model, *words, **env):
+    """llama-completion on the mini hybrid: (exit code, what it says)."""
+    done = subprocess.run([native.binary("llama-completion"), "-m", model, "-n", "2", "-p", "fox is 427.", "-c", "512", "-ub", "64", "-t", "1",
+                           "--no-warmup", "-no-cnv", *map(str, words)],
+                          capture_output=True, timeout=120, env={**os.environ, **env}, stdin=subprocess.DEVNULL)
+    return done.returncode, (done.stdout + done.stderr).decode(errors="replace")
+
+
+@pytest.fixture
+def windows(mini_hybrid, tmp_path):
+    path = tmp_path / "policy.json"
+    handmade.uniform(ModelGeometry.from_gguf(mini_hybrid), 64).save(path)
+    return path
+
+
+def test_policy_through_a_pipe(register, mini_hybrid, windows, tmp_path):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    writer = threading.Thread(target=lambda: fifo.write_bytes(windows.read_bytes()), daemon=True)
+    writer.start()
+    code, said = complete(mini_hybrid, "--hwkv-policy", fifo)
+    writer.join(10)
+    assert code == 0 and "hwkv policy" in said
+
+
+@pytest.mark.parametrize("name, words", [("missing.json", "cannot open the policy file"), ("", "cannot read the policy file"),
+                                         ("empty.json", "or it is empty"), ("zero", "larger than 64 MiB"), ("other.gguf", "has no embedded policy")])
+def test_bad_file_is_one_sentence(register, mini_hybrid, tmp_path, name, words):
+    (tmp_path / "empty.json").touch()
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    write_gguf(tmp_path / "other.gguf", "llama", {"block_count": 1})
+    code, said = complete(mini_hybrid, "--hwkv-policy", tmp_path / name)
+    assert code != 0
+    assert sum(words in line for line in said.splitlines()) == 1
+
+
+def test_path_that_is_not_utf8(register, mini_hybrid, windows):
+    path = os.fsencode(windows.parent) + b"/p\xff.json"
+    os.rename(windows, path)
+    code, said = complete(mini_hybrid, "--hwkv-policy", os.fsdecode(path))
+    assert code == 0 and "hwkv policy" in said
+
+
+def test_environment_and_override(register, mini_hybrid, windows):
+    assert "hwkv policy" in complete(mini_hybrid, LLAMA_ARG_HWKV_POLICY=str(windows))[1]
+    code, said = complete(mini_hybrid, LLAMA_ARG_HWKV_POLICY="")  # as if it were not set
+    assert code == 0 and "hwkv policy" not in said
+    code, said = complete(mini_hybrid, "--override-kv", "hwkv.policy=int:3")
+    assert code != 0 and "the kv override hwkv.policy is not a string" in said
+
+
+def test_only_the_user_names_a_policy_file(register, mini_hybrid, windows, tmp_path):
+    """A GGUF must not make the loader read a file of its choice: its key hwkv.policy means nothing."""
+    evil = tmp_path / "evil.gguf"
+    _with_key(mini_hybrid, evil, "hwkv.policy", "/etc/passwd")
+    code, said = complete(evil)
+    assert code == 0 and "/etc/passwd" not in said
+
+
+def test_embedded_policy_and_its_override(register, mini_hybrid, windows, tmp_path):
+    carrier = tmp_path / "carrier.gguf"
+    embed(mini_hybrid, Policy.load(windows), carrier)
+    assert "hwkv policy" in complete(carrier)[1]
+    for off in (("--hwkv-policy", "off"), ("--override-kv", "hwkv.policy=str:off")):
+        code, said = complete(carrier, *off)
+        assert code == 0 and "hwkv policy" not in said
+
+
+def _with_key(source, target, key, value):
+    """A copy of a GGUF with one more string key."""
+    reader = GGUFReader(source)
+    writer = GGUFWriter(target, reader.fields["general.architecture"].contents())
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            kind = field.types[0]
+            writer.add_key_value(field.name, field.contents(), kind, field.types[-1] if kind == GGUFValueType.ARRAY else None)
+    writer.add_string(key, value)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_shape=tensor.data.shape, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
