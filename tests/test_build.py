@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -223,7 +224,8 @@ def test_second_run_compiles_nothing(bin_dir):
         pytest.skip("another configuration is in use")
     done = run_build()
     assert done.returncode == 0, done.stderr
-    assert "no work to do" in done.stdout
+    # llama.cpp looks at its (absent) web UI every time; nothing may follow from that
+    assert not re.search(r"\] (Building|Linking)", done.stdout), done.stdout
 
 
 def test_version_names_the_pinned_commit(bin_dir):
