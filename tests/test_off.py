@@ -16,7 +16,8 @@ LOGITS = """
 import ctypes, hashlib, json, os, sys
 import llama_cpp as L
 path, value, flash, kv_type, n_ctx = json.loads(sys.argv[1])
-L.llama_log_set(L.llama_log_callback(lambda level, text, _: None), ctypes.c_void_p(0))
+silent = L.llama_log_callback(lambda level, text, _: None)
+L.llama_log_set(silent, ctypes.c_void_p(0))
 L.llama_backend_init()
 mparams = L.llama_model_default_params()
 if value:

@@ -317,7 +317,12 @@ struct hwkv_json_reader {
 json hwkv_parse_json(const std::string & text, const std::string & source) {
     std::vector<std::set<std::string>> keys;
 
-    const auto callback = [&](int, json::parse_event_t event, json & parsed) {
+    const auto callback = [&](int depth, json::parse_event_t event, json & parsed) {
+        // the library copies and frees by recursion
+        if (depth > 64) {
+            throw std::runtime_error(source + ": nested too deep for a policy");
+        }
+
         if (event == json::parse_event_t::object_start) {
             keys.emplace_back();
         } else if (event == json::parse_event_t::object_end) {
