@@ -1,7 +1,7 @@
 """Greedy answers with their log-probabilities, and how far two of them are apart.
 
-Two ways to split a prompt into batches give slightly different logits in the unpatched build too. That noise is measured there, in
-the same run, and a difference under a policy is held against it; a different token counts only where the two best were further apart.
+Two ways to split a prompt into batches give slightly different logits, in the unpatched build too. That noise is measured in the same
+run, and a difference under a policy is held against it; a different token counts only where the two best were further apart.
 """
 
 from dataclasses import dataclass
@@ -44,8 +44,8 @@ def difference(answer, fresh):
 
 
 def assert_same(answer, fresh, noise, what):
-    """Fails where the answers differ by more than the noise of the unpatched build allows."""
+    """Fails where the answers differ by more than the noise of batch splits allows."""
     limit = 3 * noise + 0.002
     largest, step, gap = difference(answer, fresh)
-    assert largest <= limit, f"{what}: log-probabilities differ by {largest:.4f}, noise of the unpatched build is {noise:.4f}"
+    assert largest <= limit, f"{what}: log-probabilities differ by {largest:.4f}, noise of batch splits is {noise:.4f}"
     assert step is None or gap <= limit, f"{what}: token {step} differs, where the best two are {gap:.4f} apart"
