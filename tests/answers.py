@@ -43,9 +43,18 @@ def difference(answer, fresh):
     return largest, None, 0.0
 
 
+def limit(noise):
+    return 3 * noise + 0.002
+
+
+def is_same(answer, fresh, noise):
+    largest, step, gap = difference(answer, fresh)
+    return largest <= limit(noise) and (step is None or gap <= limit(noise))
+
+
 def assert_same(answer, fresh, noise, what):
     """Fails where the answers differ by more than the noise of batch splits allows."""
-    limit = 3 * noise + 0.002
-    largest, step, gap = difference(answer, fresh)
-    assert largest <= limit, f"{what}: log-probabilities differ by {largest:.4f}, noise of batch splits is {noise:.4f}"
-    assert step is None or gap <= limit, f"{what}: token {step} differs, where the best two are {gap:.4f} apart"
+    if not is_same(answer, fresh, noise):
+        largest, step, gap = difference(answer, fresh)
+        raise AssertionError(f"{what}: log-probabilities differ by {largest:.4f}, noise of batch splits is {noise:.4f}"
+                             + ("" if step is None else f"; token {step} differs, where the best two are {gap:.4f} apart"))
