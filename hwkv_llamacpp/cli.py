@@ -1,6 +1,7 @@
 """The hwkv command: parse, call, print."""
 
 import argparse
+import importlib
 import json
 import os
 import re
@@ -40,14 +41,14 @@ def main(argv=None):
 
 
 def build_parser(argv=()):
-    """The parser. `serve` and `demo` bring their own options, so their modules are imported only for them."""
+    """The parser."""
     parser = argparse.ArgumentParser(
         prog="hwkv", description="Per-KV-head windows for llama.cpp's KV cache. A policy gives each KV head of a model a"
         " window of recent tokens, or all of them; the server keeps only what the windows can see.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="The usual order:\n"
-               "  hwkv info model.gguf                                              what can be configured\n"
-               "  hwkv policy make uniform model.gguf --window 1024 -o policy.json\n"
+               "  hwkv info model.gguf                        what can be configured\n"
+               "  hwkv calibrate model.gguf -o policy.json\n"
                "  hwkv embed model.gguf policy.json -o model-hwkv.gguf\n"
                "  hwkv serve model-hwkv.gguf -- -c 32768")
     parser.add_argument("--version", action="version", version=f"hwkv {__version__}")
@@ -85,15 +86,14 @@ def build_parser(argv=()):
     command.add_argument("model", type=Path, metavar="MODEL", help="GGUF file")
     _output_flag(command)
 
+    # these bring their own options, so their modules are imported only for them
     wanted = next((word for word in argv if not word.startswith("-")), None)
-    for name, text in (("serve", "run llama-server on a model, with a policy"),
-                       ("demo", "see the saving on a small real model, end to end")):
-        command = commands.add_parser(name, help=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, module, text in (("calibrate", "calibration", "find a policy for a model"),
+                               ("serve", "serve", "run llama-server on a model, with a policy"),
+                               ("demo", "demo", "see the saving on a small real model, end to end")):
+        command = commands.add_parser(name, help=text, formatter_class=_HelpFormatter)
         if name == wanted:
-            if name == "serve":
-                from . import serve as module
-            else:
-                from . import demo as module
+            module = importlib.import_module(f".{module}", __package__)
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     return parser

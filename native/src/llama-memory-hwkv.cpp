@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cassert>
 #include <cstdlib>
+#include <cstring>
 #include <limits>
 #include <set>
 #include <stdexcept>
@@ -93,6 +94,10 @@ const llama_memory_params & params,
 
     // a window that covers the context is no window
     const auto window_of = [&](uint32_t il, uint32_t ih) {
+        if (policy->calibrate) {
+            return (int32_t) ih; // only tells the groups apart
+        }
+
         const int32_t w = policy->window(il, ih);
 
         return w == LLAMA_HWKV_FULL || (uint32_t) w >= n_ctx_seq ? LLAMA_HWKV_FULL : w;
@@ -120,7 +125,7 @@ const llama_memory_params & params,
     }
 
     // rings as large as the context, with the same masks: a reference for tests
-    const bool full_ring = hwkv_env("LLAMA_HWKV_FULL_RING");
+    const bool full_ring = policy->calibrate || hwkv_env("LLAMA_HWKV_FULL_RING");
 
     const auto ring_size = [&](uint32_t w) {
         const uint64_t n_cells = GGML_PAD(((uint64_t) w + n_slack)*n_seq_ring + cparams.n_ubatch, 256);
@@ -196,6 +201,17 @@ const llama_memory_params & params,
 
             if (p.n_head_kv > 0) {
                 parts[il].push_back(std::move(p));
+            }
+        }
+    }
+
+    if (policy->calibrate) {
+        layerwise = std::make_unique<llama_hwkv_layerwise>();
+
+        for (auto & g : groups) {
+            if (!g->native_swa) {
+                g->window   = LLAMA_HWKV_FULL;
+                g->swa_type = LLAMA_SWA_TYPE_NONE;
             }
         }
     }
@@ -917,6 +933,75 @@ bool llama_memory_hwkv::is_native_swa(uint32_t ig) const {
     return groups[ig]->native_swa;
 }
 
+llama_hwkv_layerwise * llama_memory_hwkv::get_layerwise() const {
+    return layerwise.get();
+}
+
+bool llama_memory_hwkv::read_head(uint32_t il, uint32_t ih, llama_seq_id seq_id, uint32_t n_pos, float * k, float * v) const {
+    GGML_ASSERT(layerwise && ih < groups.size());
+
+    const auto & kv     = *groups[ih]->kv;
+    const auto   stream = kv.seq_to_stream[seq_id];
+    const auto & cells  = kv.v_cells[stream];
+    const auto & layer  = kv.layers[kv.map_layer_ids.at(il)];
+
+    const auto read = [&](ggml_tensor * t, uint32_t n_embd, uint32_t i, float * dst) {
+        const auto to_float = ggml_get_type_traits(t->type)->to_float;
+
+        std::vector<uint8_t> row(ggml_row_size(t->type, n_embd));
+
+        ggml_backend_tensor_get(t, row.data(), i*t->nb[1], row.size());
+
+        if (t->type == GGML_TYPE_F32) {
+            memcpy(dst, row.data(), row.size());
+        } else {
+            to_float(row.data(), dst, n_embd);
+        }
+    };
+
+    const uint32_t n_embd_k = model.hparams.n_embd_head_k(il);
+    const uint32_t n_embd_v = model.hparams.n_embd_head_v(il);
+
+    uint32_t n_found = 0;
+
+    for (uint32_t i = 0; i < cells.size(); ++i) {
+        if (cells.is_empty(i) || !cells.seq_has(i, seq_id)) {
+            continue;
+        }
+
+        const llama_pos pos = cells.pos_get(i);
+
+        if (pos < 0 || (uint32_t) pos >= n_pos) {
+            return false;
+        }
+
+        read(layer.k_stream[stream], n_embd_k, i, k + (size_t) pos*n_embd_k);
+        read(layer.v_stream[stream], n_embd_v, i, v + (size_t) pos*n_embd_v);
+
+        n_found++;
+    }
+
+    return n_found == n_pos;
+}
+
+void llama_memory_hwkv::set_input_kq_mask(uint32_t ig, ggml_tensor * dst, const llama_ubatch * ubatch, bool causal) const {
+    auto & kv = *groups[ig]->kv;
+
+    const auto window = layerwise && !groups[ig]->native_swa ? layerwise->window(ig) : LLAMA_HWKV_FULL;
+
+    if (window != LLAMA_HWKV_FULL) {
+        kv.swa_type = LLAMA_SWA_TYPE_STANDARD;
+        kv.n_swa    = window;
+    }
+
+    kv.set_input_kq_mask(dst, ubatch, causal);
+
+    if (window != LLAMA_HWKV_FULL) {
+        kv.swa_type = LLAMA_SWA_TYPE_NONE;
+        kv.n_swa    = 0;
+    }
+}
+
 const std::vector<llama_memory_hwkv::part> & llama_memory_hwkv::get_parts(uint32_t il) const {
     return parts.at(il);
 }
@@ -1045,6 +1130,12 @@ const llama_memory_recurrent_context * llama_memory_hwkv_context::get_recr() con
     return static_cast<const llama_memory_recurrent_context *>(ctx_recr.get());
 }
 
+llama_hwkv_layerwise * llama_hwkv_layerwise_of(const llama_memory_i * memory) {
+    const auto * mem = dynamic_cast<const llama_memory_hwkv *>(memory);
+
+    return mem ? mem->get_layerwise() : nullptr;
+}
+
 //
 // llama_memory_hwkv_create
 //
@@ -1084,7 +1175,7 @@ const llama_memory_params & params,
         }
     }
 
-    if (is_full && !force) {
+    if (is_full && !force && !policy->calibrate) {
         LLAMA_LOG_INFO("%s: every window of the hwkv policy covers the context (%u positions), the usual KV cache is used\n", __func__, cparams.n_ctx_seq);
         return nullptr;
     }
@@ -1100,6 +1191,9 @@ const llama_memory_params & params,
     }
     if (policy->n_sink > 0) {
         refuse(format("n_sink is %u, this build supports 0 only", policy->n_sink));
+    }
+    if (policy->calibrate && !cparams.flash_attn) {
+        refuse("calibration needs FlashAttention");
     }
     if (!cparams.causal_attn) {
         refuse("a context with non-causal attention has no windows of past tokens");

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "llama-hwkv-layerwise.h"
 #include "llama-hwkv-policy.h"
 
 #include "llama-batch.h"
@@ -106,6 +107,15 @@ public:
 
     bool is_native_swa(uint32_t ig) const;
 
+    // nullptr unless this is for calibration: then each KV head of a layer has a group of its own, with room for all, and
+    //   the windows are masks only
+    llama_hwkv_layerwise * get_layerwise() const;
+
+    // K [n_embd_head_k] and V [n_embd_head_v] of the positions 0, 1, ... of a sequence. false if it has other positions
+    bool read_head(uint32_t il, uint32_t ih, llama_seq_id seq_id, uint32_t n_pos, float * k, float * v) const;
+
+    void set_input_kq_mask(uint32_t ig, ggml_tensor * dst, const llama_ubatch * ubatch, bool causal) const;
+
     // where the KV heads of a layer are kept
     const std::vector<part> & get_parts(uint32_t il) const;
 
@@ -155,6 +165,8 @@ private:
     std::vector<std::vector<part>> parts; // [n_layer_all]
 
     std::unique_ptr<llama_memory_recurrent> mem_recr;
+
+    std::unique_ptr<llama_hwkv_layerwise> layerwise;
 
     bool can_resume(llama_seq_id seq_id, llama_pos p0) const;
 
@@ -238,6 +250,9 @@ private:
 
     void init_status();
 };
+
+// nullptr unless the memory is for calibration
+llama_hwkv_layerwise * llama_hwkv_layerwise_of(const llama_memory_i * memory);
 
 // the memory of a context whose policy windows anything; nullptr to go upstream's own way
 // throws with one sentence if the policy cannot be served in such a context
