@@ -227,11 +227,14 @@ def test_failures(hwkv, model, saved, mini_hybrid, tmp_path, line, code, message
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_sinks_are_refused_by_this_version(hwkv, model, tmp_path):
-    Policy({0: [1, 1]}, n_sink=4).save(tmp_path / "p.json")
-    assert hwkv("policy", "check", model, tmp_path / "p.json") == (
-        1, "", f"error: {tmp_path}/p.json: key 'n_sink' is 4, 0 expected: this version's runtime keeps no sinks\n")
-    assert hwkv("policy", "show", tmp_path / "p.json")[0] == 0
+def test_sinks_count_as_kept_cells(hwkv, model, tmp_path):
+    cells = {}
+    for n_sink in (0, 400):
+        Policy({0: [1, 1]}, n_sink=n_sink).save(tmp_path / "p.json")
+        code, out, _ = hwkv("policy", "check", model, tmp_path / "p.json", "-c", 4096, "--json")
+        assert code == 0
+        cells[n_sink] = json.loads(out)["groups"][1]["cells"]
+    assert cells == {0: 768, 400: 1024}
 
 
 # as a process

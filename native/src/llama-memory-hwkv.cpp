@@ -25,11 +25,28 @@ static bool hwkv_env(const char * name) {
     return value && atoi(value) != 0;
 }
 
+// no query in a context of n_ctx_seq positions is beyond such a window
+static bool hwkv_is_full(const llama_hwkv_policy & policy, int32_t window, uint32_t n_ctx_seq) {
+    return window == LLAMA_HWKV_FULL || (uint64_t) window + policy.n_sink >= n_ctx_seq;
+}
+
 //
 // llama_memory_hwkv::group
 //
 
+llama_pos llama_memory_hwkv::group::seq_pos_min(llama_seq_id seq_id) const {
+    const auto & seq_pos = kv->get_cells(seq_id).seq_pos_get(seq_id);
+    const auto   it      = seq_pos.lower_bound({ n_sink, 0 });
+
+    return it == seq_pos.end() ? -1 : it->first;
+}
+
 llama_pos llama_memory_hwkv::group::needed(llama_pos p0) const {
+    // it sees sink tokens only
+    if (p0 <= n_sink) {
+        return std::numeric_limits<llama_pos>::max();
+    }
+
     llama_pos res = 0;
 
     switch (swa_type) {
@@ -45,11 +62,11 @@ llama_pos llama_memory_hwkv::group::needed(llama_pos p0) const {
     }
 
     // at least the predecessor, so that a group never runs empty before the others
-    return std::max(0, std::min(res, p0 - 1));
+    return std::max(n_sink, std::min(res, p0 - 1));
 }
 
 llama_pos llama_memory_hwkv::group::resumable(llama_pos pos) const {
-    if (pos <= 0) {
+    if (pos <= n_sink) {
         return 1;
     }
 
@@ -92,7 +109,6 @@ const llama_memory_params & params,
     //   ubatch, this many positions per sequence stay beyond the window
     const uint32_t n_slack = n_seq_ring > 1 || cparams.n_ubatch < LLAMA_HWKV_N_SLACK*cparams.n_seq_max ? LLAMA_HWKV_N_SLACK : 0;
 
-    // a window that covers the context is no window
     const auto window_of = [&](uint32_t il, uint32_t ih) {
         if (policy->calibrate) {
             return (int32_t) ih; // only tells the groups apart
@@ -100,7 +116,7 @@ const llama_memory_params & params,
 
         const int32_t w = policy->window(il, ih);
 
-        return w == LLAMA_HWKV_FULL || (uint32_t) w >= n_ctx_seq ? LLAMA_HWKV_FULL : w;
+        return hwkv_is_full(*policy, w, n_ctx_seq) ? LLAMA_HWKV_FULL : w;
     };
 
     // the layer whose K and V layer il attends
@@ -127,8 +143,8 @@ const llama_memory_params & params,
     // rings as large as the context, with the same masks: a reference for tests
     const bool full_ring = policy->calibrate || hwkv_env("LLAMA_HWKV_FULL_RING");
 
-    const auto ring_size = [&](uint32_t w) {
-        const uint64_t n_cells = GGML_PAD(((uint64_t) w + n_slack)*n_seq_ring + cparams.n_ubatch, 256);
+    const auto ring_size = [&](const group & g) {
+        const uint64_t n_cells = GGML_PAD(((uint64_t) g.window + g.n_sink + n_slack)*n_seq_ring + cparams.n_ubatch, 256);
 
         return full_ring ? n_ctx_seq : (uint32_t) std::min<uint64_t>(n_ctx_seq, n_cells);
     };
@@ -140,6 +156,7 @@ const llama_memory_params & params,
         auto g = std::make_unique<group>();
 
         g->window   = w;
+        g->n_sink   = w == LLAMA_HWKV_FULL ? 0 : policy->n_sink;
         g->swa_type = w == LLAMA_HWKV_FULL ? LLAMA_SWA_TYPE_NONE : LLAMA_SWA_TYPE_STANDARD;
         g->hparams  = hparams;
 
@@ -230,9 +247,9 @@ const llama_memory_params & params,
         uint32_t n_cells = n_ctx_seq;
 
         if (g.native_swa) {
-            n_cells = params.swa_full ? n_ctx_seq : ring_size(g.window);
+            n_cells = params.swa_full ? n_ctx_seq : ring_size(g);
         } else if (g.window != LLAMA_HWKV_FULL) {
-            n_cells = ring_size(g.window);
+            n_cells = ring_size(g);
         }
 
         g.kv = std::make_unique<llama_kv_cache>(
@@ -255,6 +272,7 @@ const llama_memory_params & params,
                 /* name_tag  */ format("hwkv%u_", ig).c_str());
 
         g.kv->n_slack = n_slack;
+        g.kv->n_sink  = g.n_sink;
     }
 
     if (has_recr) {
@@ -314,11 +332,12 @@ llama_memory_context_ptr llama_memory_hwkv::init_batch(llama_batch_allocr & ball
     std::vector<split_type> types;
 
     if (mem_recr) {
-        types = { embd_all ? SPLIT_SEQ : SPLIT_EQUAL };
-    } else if (unified) {
-        types = { SPLIT_SIMPLE, SPLIT_EQUAL };
+        types.push_back(embd_all ? SPLIT_SEQ : SPLIT_EQUAL);
     } else {
-        types = { SPLIT_EQUAL };
+        if (unified) {
+            types.push_back(SPLIT_SIMPLE);
+        }
+        types.push_back(SPLIT_EQUAL);
     }
 
     for (const auto type : types) {
@@ -422,16 +441,16 @@ void llama_memory_hwkv::trim_shared(uint32_t ig) {
 
         for (uint32_t s = 0; s < pos_rm.size(); ++s) {
             if (cells.seq_has(i, s) &&
-                llama_hparams::is_masked_swa(g.window, g.swa_type, cells.pos_get(i), std::max(cells.pos_get(i), cells.seq_pos_max(s) + 1 - kv.n_slack))) {
+                llama_hparams::is_masked_swa(g.window, g.swa_type, g.n_sink, cells.pos_get(i), std::max(cells.pos_get(i), cells.seq_pos_max(s) + 1 - kv.n_slack))) {
                 pos_rm[s] = std::max(pos_rm[s], cells.pos_get(i));
             }
         }
     }
 
-    // all positions in [pos_min, pos_max] stay present, so what lies below goes with them
+    // all positions in [pos_min, pos_max] stay present, so what lies below goes with them, but for the sink tokens
     for (uint32_t s = 0; s < pos_rm.size(); ++s) {
         if (pos_rm[s] >= 0) {
-            kv.seq_rm(s, 0, pos_rm[s] + 1);
+            kv.seq_rm(s, g.n_sink, pos_rm[s] + 1);
         }
     }
 }
@@ -467,7 +486,7 @@ void llama_memory_hwkv::clear(bool data) {
 
 bool llama_memory_hwkv::can_resume(llama_seq_id seq_id, llama_pos p0) const {
     return std::all_of(groups.begin(), groups.end(), [&](const auto & g) {
-        return g->swa_type == LLAMA_SWA_TYPE_NONE || g->kv->seq_pos_min(seq_id) <= g->needed(p0);
+        return g->swa_type == LLAMA_SWA_TYPE_NONE || g->seq_pos_min(seq_id) <= g->needed(p0);
     });
 }
 
@@ -595,7 +614,7 @@ llama_pos llama_memory_hwkv::seq_pos_min(llama_seq_id seq_id) const {
     llama_pos res = std::max(0, seq_pos_first(seq_id));
 
     for (const auto & g : groups) {
-        const llama_pos pos_min = g->kv->seq_pos_min(seq_id);
+        const llama_pos pos_min = g->seq_pos_min(seq_id);
 
         if (pos_min > 0) {
             res = std::max(res, g->resumable(pos_min) - 1);
@@ -823,7 +842,7 @@ size_t llama_memory_hwkv::checkpoint_bytes() const {
         }
 
         for (const auto & layer : g.kv->layers) {
-            res += std::min<size_t>(g.window, g.kv->get_size())*row_size(layer.il, g.hparams.n_head_kv(layer.il));
+            res += std::min<size_t>((size_t) g.window + g.n_sink, g.kv->get_size())*row_size(layer.il, g.hparams.n_head_kv(layer.il));
         }
     }
 
@@ -846,6 +865,9 @@ std::vector<std::string> llama_memory_hwkv::table() const {
     size_t bytes = 0;
 
     res.push_back(format("hwkv policy %s from %s", llama_hwkv_hex(policy->fingerprint(model.hparams.n_layer_all)).c_str(), policy->source.c_str()));
+    if (policy->n_sink > 0) {
+        res.push_back(format("besides its window, each head keeps the first %u positions of a sequence", policy->n_sink));
+    }
     res.push_back("    window | layers | KV heads |    cells |        MiB");
 
     for (uint32_t ig = 0; ig < groups.size(); ++ig) {
@@ -992,6 +1014,7 @@ void llama_memory_hwkv::set_input_kq_mask(uint32_t ig, ggml_tensor * dst, const 
     if (window != LLAMA_HWKV_FULL) {
         kv.swa_type = LLAMA_SWA_TYPE_STANDARD;
         kv.n_swa    = window;
+        kv.n_sink   = layerwise->n_sink();
     }
 
     kv.set_input_kq_mask(dst, ubatch, causal);
@@ -999,6 +1022,7 @@ void llama_memory_hwkv::set_input_kq_mask(uint32_t ig, ggml_tensor * dst, const 
     if (window != LLAMA_HWKV_FULL) {
         kv.swa_type = LLAMA_SWA_TYPE_NONE;
         kv.n_swa    = 0;
+        kv.n_sink   = 0;
     }
 }
 
@@ -1171,7 +1195,7 @@ const llama_memory_params & params,
 
     for (const auto & [il, row] : policy->rows) {
         for (const int32_t w : row) {
-            is_full = is_full && (w == LLAMA_HWKV_FULL || (uint32_t) w >= cparams.n_ctx_seq);
+            is_full = is_full && hwkv_is_full(*policy, w, cparams.n_ctx_seq);
         }
     }
 
@@ -1188,9 +1212,6 @@ const llama_memory_params & params,
 
     if (!why.empty()) {
         refuse(model.arch_name() + ": " + why);
-    }
-    if (policy->n_sink > 0) {
-        refuse(format("n_sink is %u, this build supports 0 only", policy->n_sink));
     }
     if (policy->calibrate && !cparams.flash_attn) {
         refuse("calibration needs FlashAttention");

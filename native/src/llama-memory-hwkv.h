@@ -26,6 +26,8 @@ struct llama_cparams;
 //   group  512   (ring of cells)  layer 3: heads 1 2     layer 7: heads 0 3
 //   group  1024  (ring of cells)                         layer 7: head  2
 //
+// sink tokens, the first n_sink positions of a sequence, stay in the rings as long as the sequence has them
+//
 // plus the model's own sliding-window cache and its recurrent memory where it has them. this one class stands in for
 //   llama_kv_cache, llama_kv_cache_iswa, llama_memory_hybrid and llama_memory_hybrid_iswa
 
@@ -134,6 +136,9 @@ private:
     struct group {
         int32_t window = LLAMA_HWKV_FULL; // as in the policy; n_swa for the model's own sliding window
 
+        // the policy's in groups with a window of the policy, 0 in others
+        llama_pos n_sink = 0;
+
         bool native_swa = false;
 
         llama_swa_type swa_type = LLAMA_SWA_TYPE_NONE;
@@ -143,10 +148,13 @@ private:
 
         std::unique_ptr<llama_kv_cache> kv;
 
-        // the lowest position that decoding at position p0 > 0 sees
+        // the lowest position that the sequence holds besides the sink tokens; -1 if there is none
+        llama_pos seq_pos_min(llama_seq_id seq_id) const;
+
+        // the lowest position that decoding at position p0 > 0 sees besides the sink tokens
         llama_pos needed(llama_pos p0) const;
 
-        // the lowest L > 0 such that needed(L) >= pos
+        // the lowest L > 0 such that needed() >= pos from there on
         llama_pos resumable(llama_pos pos) const;
     };
 
