@@ -102,8 +102,11 @@ def add_arguments(parser):
 
 
 def run(args):
-    folder = args.folder or args.output.with_suffix(".calib")
     check_target(args.output, args.force)
+    parent = args.output.parent
+    if not os.access(parent, os.W_OK):  # said before hours of work, not after
+        raise HwkvError(f"{args.output}: cannot write: {parent} {'is read-only' if parent.is_dir() else 'is no folder'}")
+    folder = args.folder or args.output.with_suffix(".calib")
     taus = args.taus or ((args.tau,) if args.tau is not None else seqcalib.TAUS)
     settings = seqcalib.Settings(tuple(taus), tuple(args.sink or (0,)), args.windows and tuple(args.windows), args.queries, args.seed)
     options = RuntimeOptions(args.ubatch_size, args.cache_type_k, args.cache_type_v, args.n_gpu_layers, args.threads)
@@ -113,7 +116,7 @@ def run(args):
     geometry = ModelGeometry.from_gguf(args.model)
     pareto.plot(result.records, folder / "pareto.png", result.selected, title=geometry.name)
     for record in result.records:
-        plot(record.policy, folder / f"policy-sink{record.n_sink}-tau{record.tau:g}.png", geometry, overwrite=True,
+        plot(record.policy, folder / f"policy-sink{record.n_sink}-tau{record.tau}.png", geometry, overwrite=True,
              title=f"{geometry.name}, tau {record.tau:g}" + f", n_sink {record.n_sink}" * (record.n_sink > 0))
     result.selected.policy.save(args.output, overwrite=args.force)
     if args.json:

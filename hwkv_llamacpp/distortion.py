@@ -57,11 +57,15 @@ class DistortionMeter:
         """Distortion of a Policy."""
         n = len(self.targets)
         if self._full is None:
-            file = self._stack.enter_context(tempfile.NamedTemporaryFile(suffix=".logits"))
-            full = np.memmap(file, dtype=np.float32, mode="w+", shape=(n, self.model.n_vocab))
-            for rows, log_p in self._distributions(None):
-                full[rows] = log_p
-            self._full = full
+            try:  # written, not mapped: a disk that gets full is an error then, not a signal
+                file = self._stack.enter_context(tempfile.NamedTemporaryFile(suffix=".logits"))
+                for _, log_p in self._distributions(None):
+                    file.write(log_p.tobytes())
+                file.flush()
+            except OSError as error:
+                raise HwkvError(f"{tempfile.gettempdir()}: cannot write the distributions with full KV,"
+                                f" {4 * n * self.model.n_vocab:,} bytes: {error.strerror}") from None
+            self._full = np.memmap(file, dtype=np.float32, mode="r", shape=(n, self.model.n_vocab))
         kl, same, nll, nll_full = (np.empty(n) for _ in range(4))
         for rows, log_q in self._distributions(policy):
             log_p = self._full[rows]

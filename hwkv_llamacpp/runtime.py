@@ -65,6 +65,8 @@ class Model:
     def tokenize(self, text, add_special=False):
         """Tokens of a text, int32. The texts of special tokens are no special tokens."""
         data = text.encode()
+        if native.load().llama_vocab_type(self.vocab) == native.load().LLAMA_VOCAB_TYPE_NONE:
+            raise HwkvError("the model has no tokenizer: texts cannot be read with it")
         tokenize = native.load().llama_tokenize
         tokens = np.empty(len(data) + 16, dtype=np.int32)
         n = tokenize(self.vocab, data, len(data), tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), len(tokens), add_special, False)

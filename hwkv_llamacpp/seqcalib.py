@@ -5,8 +5,8 @@ attention, the layers below under the windows chosen for them; every candidate w
 gets the shortest window whose mean score is at least tau; and the same run goes on under this row. Thresholds that chose the same rows
 so far share the work: together they form a tree, walked depth first.
 
-Each scored layer is a file in the run folder. A calibration that was interrupted reads what is there and goes on; the rows follow from
-the files alone, so the result is that of an undisturbed run.
+Each layer that was scored, and whose replay was found to be what the runtime attends, is a file in the run folder. A calibration that was
+interrupted reads what is there and goes on; the rows follow from the files alone, so the result is that of an undisturbed run.
 """
 
 import hashlib
@@ -14,6 +14,7 @@ import importlib.metadata
 import json
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from tqdm import tqdm
 
 from . import __version__
 from .atomic import replacing
-from .distortion import DistortionMeter
+from .distortion import Distortion, DistortionMeter
 from .errors import HwkvError
 from .layerwise import END, START, Layerwise
 from .policy import Policy
@@ -33,6 +34,7 @@ TAUS = (0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
 # Squared error of the replayed attention output against the runtime's, relative to the output's energy. The runtime sums V in half
 # precision on some backends, and rounds Q to 8 bits for quantised K.
 TOLERANCE = {True: 2e-3, False: 2e-2}  # K and V as F32, F16 or BF16: True
+ELSEWHERE = "remove the folder or name another one with --run"
 
 
 @dataclass(frozen=True)
@@ -90,11 +92,9 @@ class Record:
         return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
 
     @classmethod
-    def from_json(cls, text, source):
-        data = json.loads(text)
-        data["policy"] = Policy.from_json(json.dumps(data["policy"]), source)
-        data["retention"] = {int(n): share for n, share in data["retention"].items()}
-        return cls(**data)
+    def from_data(cls, data):
+        Distortion(**data["distortion"])
+        return cls(**{**data, "policy": Policy.from_json(json.dumps(data["policy"])), "retention": {int(n): x for n, x in data["retention"].items()}})
 
 
 def calibrate(model, geometry, trace, folder, settings=Settings(), *, lengths=(), model_sha256=None, progress=True):
@@ -152,11 +152,11 @@ class _Run:
             raise HwkvError(f"{self.folder}: cannot write: {error.strerror}") from None
         if not path.exists():
             return _write(path, text)
-        held = json.loads(path.read_text())
+        held = _read(path, dict, ELSEWHERE)
         for key in {**held, **self.identity}:
             if held.get(key) != self.identity.get(key):
                 raise HwkvError(f"{self.folder}: holds another calibration: its {key} is {held.get(key)}, now it is {self.identity.get(key)};"
-                                " remove the folder or name another one with --run")
+                                f" {ELSEWHERE}")
 
     # the tree of thresholds
 
@@ -179,15 +179,17 @@ class _Run:
             return
         layer = self.layers[len(rows)]
         bar.set_postfix_str(f"layer {layer.layer}, tau {' '.join(f'{tau:g}' for tau in taus)}")
-        scores, outputs = self._scores(rows)
+        scores, outputs, save = self._scores(rows)
         groups = {}
         for tau in taus:
             groups.setdefault(tuple(shortest_window(scores.mean[h], self.windows, tau) for h in range(layer.n_head_kv)), []).append(tau)
         bar.update(len(taus))
         forked = len(groups) > 1 and self.walker and self.walker.keep(rows)
+        if outputs is not None:
+            for row in groups:
+                self.walker.expect(rows + (row,), self._chosen(outputs, row), save)
+            del outputs  # of all windows: the layers above have their own
         for row, members in groups.items():
-            if outputs is not None:
-                self.walker.expect(rows + (row,), self._chosen(outputs, row))
             self._descend(rows + (row,), members, leaves, bar)
         if forked:
             self.walker.forget(rows)
@@ -197,21 +199,35 @@ class _Run:
         return self.folder / "layers" / f"{self.layers[len(rows)].layer:03d}-{key}.json"
 
     def _scores(self, rows):
-        """(LayerScores of the layer above these rows, its replayed outputs, or None where the scores were on disk)."""
+        """(LayerScores of the layer above these rows, its replayed outputs, a call that saves the scores; None twice where they are on disk)."""
+        layer = self.layers[len(rows)]
         path = self._layer_file(self.n_sink, rows)
         if path.exists():
-            data = json.loads(path.read_text())
-            return LayerScores.from_dict(data["scores"]), None
+            return self._saved_scores(layer, path)[0], None, None
         start = time.monotonic()
         if self.walker is None:
             self.walker = _Walker(Layerwise(self.model, list(self.trace.sequences), self.samples), self.layers, self._tolerance(), self.n_sink)
         self.walker.go(rows)
-        layer = self.layers[len(rows)]
         outputs = self._replay(layer)
         cosines = [np.concatenate([stabilised_cosine(out) for out in traces]) for traces in outputs]
         scores = LayerScores.from_cosines(layer.layer, self.windows, self.n_sink, cosines)
-        _write(path, json.dumps({"scores": scores.to_dict(), "seconds": round(time.monotonic() - start, 3)}) + "\n")
-        return LayerScores.from_dict(scores.to_dict()), outputs  # as a resumed run reads them
+        if not np.isfinite(scores.mean).all():
+            raise HwkvError(f"layer {layer.layer}: the attention output on the trace holds values that are no numbers, so no window can be judged")
+        text = json.dumps({"scores": scores.to_dict(), "seconds": round(time.monotonic() - start, 3)}) + "\n"
+        return LayerScores.from_dict(scores.to_dict()), outputs, partial(_write, path, text)  # the scores as a resumed run reads them
+
+    def _saved_scores(self, layer, path):
+        """(LayerScores, seconds) of a layer's file."""
+        def parse(data):
+            scores, seconds = LayerScores.from_dict(data["scores"]), float(data["seconds"])
+            if (scores.layer, scores.windows, len(scores.mean)) != (layer.layer, tuple(self.windows), layer.n_head_kv):
+                raise HwkvError(f"scores of layer {scores.layer} with {len(scores.mean)} KV heads and windows {list(scores.windows)}; layer"
+                                f" {layer.layer} with {layer.n_head_kv} and {self.windows} expected")
+            if not np.isfinite(scores.mean).all():
+                raise HwkvError("a score is not a number")
+            return scores, seconds
+
+        return _read(path, parse)
 
     def _replay(self, layer):
         """Outputs [n_window + 1, n_query, n_gqa, head_dim_v] for each KV head and, inside, each trace."""
@@ -241,20 +257,19 @@ class _Run:
 
     def record(self, tau, n_sink, rows, lengths):
         """The Record; measured now, or read where it was measured before."""
-        path = self.folder / "records" / f"sink{n_sink}-tau{tau:g}.json"
+        path = self.folder / "records" / f"sink{n_sink}-tau{tau}.json"
         policy = Policy({layer.layer: row for layer, row in zip(self.layers, rows)}, n_sink, model=self.geometry.describe(),
                         provenance={**self.identity, "tau": tau})
         retention = {n: round(policy.retention(n, self.geometry), 6) for n in lengths}
         if path.exists():
-            held = Record.from_json(path.read_text(), path)
+            held = _read(path, Record.from_data)
             if held.policy == policy and held.retention == retention:
                 return held
         score, seconds = [], 0.0
         for k, row in enumerate(rows):
-            data = json.loads(self._layer_file(n_sink, rows[:k]).read_text())
-            scores = LayerScores.from_dict(data["scores"])
+            scores, spent = self._saved_scores(self.layers[k], self._layer_file(n_sink, rows[:k]))
             score += [1.0 if w is None else scores.mean[h][self.windows.index(w)] for h, w in enumerate(row)]
-            seconds += data["seconds"]
+            seconds += spent
         if self.meter is None:
             if self.walker:
                 self.walker.close()  # its context holds the traces; the measurement needs the room
@@ -278,7 +293,7 @@ class _Walker:
         self.at = None      # rows below the layer that the last run ended at
         self.kept = {}      # rows -> number of the saved state
         self.computed = {}  # depth -> rows under which the K and V in the cache of that layer were computed
-        self.expected = {}  # rows -> replayed output of the last of them
+        self.expected = {}  # rows -> replayed output of the last of them, and what to call when the runtime's is the same
 
     def close(self):
         self.layerwise.close()
@@ -314,9 +329,9 @@ class _Walker:
     def forget(self, rows):
         self.layerwise.drop(self.kept.pop(rows))
 
-    def expect(self, rows, output):
-        """What the attention of the last of these rows gives, by the replay."""
-        self.expected[rows] = output
+    def expect(self, rows, output, agreed):
+        """What the attention of the last of these rows gives, by the replay; agreed() is called when the runtime's is the same."""
+        self.expected[rows] = output, agreed
 
     def _run(self, start, end, rows):
         self.layerwise.run(start, end)
@@ -324,15 +339,26 @@ class _Walker:
         self.computed[len(rows)] = rows
 
     def _check(self, layer, rows):
-        if (expected := self.expected.pop(rows, None)) is None:
+        if rows not in self.expected:
             return
+        expected, agreed = self.expected.pop(rows)
         actual = np.concatenate(self.layerwise.outputs(layer))
         error = float(((actual - expected)**2).sum(dtype=np.float64) / (expected**2).sum(dtype=np.float64))
         if not error <= self.tolerance:
             raise HwkvError(f"layer {layer.layer}: the replayed attention output is not the runtime's: relative squared error {error:.2g},"
                             f" at most {self.tolerance:g} expected; the captured Q, K and V are not what the layer attends")
+        agreed()
 
 
 def _write(path, text):
     with replacing(path, overwrite=True) as file:
         file.write(text.encode())
+
+
+def _read(path, parse, advice="remove it, and it is made again"):
+    """parse() of the JSON in a file of the run folder."""
+    try:
+        return parse(json.loads(path.read_text(encoding="utf-8")))
+    except (HwkvError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"key {error} is missing" if isinstance(error, KeyError) else error
+        raise HwkvError(f"{path}: not a file of this calibration: {reason}; {advice}") from None
