@@ -12,7 +12,7 @@ import numpy as np
 
 from . import native
 from .errors import HwkvError
-from .runtime import batch
+from .runtime import batch, log_lines
 
 START = END = -1
 
@@ -80,7 +80,9 @@ class Layerwise:
     def run(self, layer_from, layer_to):
         """Computes from the attention of one layer (START: the first token) to that of another (END: past the last layer)."""
         error = ctypes.create_string_buffer(1024)
-        if self._lib.llama_hwkv_layer_run(self._ctx, self._batch, layer_from, layer_to, error, len(error)) != 0:
+        with log_lines():
+            code = self._lib.llama_hwkv_layer_run(self._ctx, self._batch, layer_from, layer_to, error, len(error))
+        if code != 0:
             raise HwkvError(f"decoding from layer {layer_from} to layer {layer_to} failed: {error.value.decode(errors='replace')}")
 
     def set_windows(self, layer, row, n_sink=0):

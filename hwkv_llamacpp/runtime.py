@@ -34,8 +34,9 @@ class Model:
     def __init__(self, path, options=RuntimeOptions()):
         self.options = options
         self._handle = None
+        self._n_contexts, self._closed = 0, False
         llama_cpp = native.load()
-        with _log() as lines:
+        with log_lines() as lines:
             llama_cpp.llama_backend_init()
             params = llama_cpp.llama_model_default_params()
             if options.n_gpu_layers is not None:
@@ -49,8 +50,10 @@ class Model:
         self.n_vocab = llama_cpp.llama_vocab_n_tokens(self.vocab)
 
     def close(self):
-        if self._handle:
-            with _log():
+        """Frees the model; where contexts are still open (an error's traceback may hold one), with the last of them."""
+        self._closed = True
+        if self._handle and not self._n_contexts:
+            with log_lines():
                 native.load().llama_model_free(self._handle)
             self._handle = None
 
@@ -99,10 +102,11 @@ class Context:
         params.kv_unified = False
         params.swa_full = True  # a whole trace is looked at, layer by layer
         native.select(model._handle, policy)
-        with _log() as lines:
+        with log_lines() as lines:
             self._handle = llama_cpp.llama_init_from_model(model._handle, params)
         if not self._handle:
             raise HwkvError(f"llama.cpp cannot make a context of {n_ctx} tokens: {_reason(lines)}")
+        model._n_contexts += 1
 
     @property
     def handle(self):
@@ -110,9 +114,12 @@ class Context:
 
     def close(self):
         if self._handle:
-            with _log():
+            with log_lines():
                 native.load().llama_free(self._handle)
             self._handle = None
+            self.model._n_contexts -= 1
+            if self.model._closed:
+                self.model.close()
 
     def __enter__(self):
         return self
@@ -125,7 +132,7 @@ class Context:
     def decode(self, tokens, first_pos, wanted):
         """Decodes tokens of sequence 0 from position first_pos. Logits [sum(wanted), n_vocab] float32 where wanted [n_token] is true."""
         llama_cpp = native.load()
-        with batch(tokens, np.arange(first_pos, first_pos + len(tokens)), np.zeros(len(tokens)), wanted) as b:
+        with batch(tokens, np.arange(first_pos, first_pos + len(tokens)), np.zeros(len(tokens)), wanted) as b, log_lines():
             code = llama_cpp.llama_decode(self._handle, b)
         if code != 0:
             raise HwkvError(f"decoding of {len(tokens)} tokens at position {first_pos} failed with {code}")
@@ -151,7 +158,7 @@ def batch(tokens, positions, sequences, wanted):
 
 
 @contextmanager
-def _log():
+def log_lines():
     """What llama.cpp says while the block runs, which is not printed."""
     llama_cpp = native.load()
     lines = []
