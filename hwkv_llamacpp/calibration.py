@@ -42,8 +42,12 @@ def calibrate(model_path, folder, *, text=(), held_out_text=(), n_tokens=4096, s
     if tau is not None and tau not in settings.taus:
         raise HwkvError(f"tau {tau:g} is not calibrated; the thresholds are {', '.join(f'{t:g}' for t in settings.taus)}")
     geometry = ModelGeometry.from_gguf(model_path)
+    seqcalib.check_model(geometry)
     n_ctx = n_ctx or geometry.n_ctx_train
     settings.candidates(n_tokens)
+    if n_tokens > geometry.n_ctx_train:
+        raise HwkvError(f"a trace of {n_tokens} tokens is asked for, but the model was trained with a context of {geometry.n_ctx_train}:"
+                        " a lower --trace-tokens expected")
     with Model(model_path, options) as model:
         if text:
             trace = traces.from_files(model, text, n_tokens, held_out_paths=held_out_text)

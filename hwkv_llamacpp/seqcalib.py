@@ -104,15 +104,20 @@ def calibrate(model, geometry, trace, folder, settings=Settings(), *, lengths=()
     lengths: token counts at which retention is recorded, besides the trace's own.
     HwkvError if the folder holds another calibration, or if a replayed attention output is not the runtime's.
     """
-    if geometry.refusal:
-        raise HwkvError(f"no policy fits a model of architecture {geometry.architecture}: {geometry.refusal}")
-    if not geometry.configurable:
-        raise HwkvError("the model has no layer that takes windows: there is nothing to calibrate")
+    check_model(geometry)
     run = _Run(model, geometry, trace, Path(folder), settings, model_sha256, progress)
     with run:
         rows = {n_sink: run.rows(n_sink) for n_sink in settings.sinks}
         lengths = sorted({*lengths, len(trace.sequences[0])})
         return [run.record(tau, n_sink, rows[n_sink][tau], lengths) for n_sink in settings.sinks for tau in settings.taus]
+
+
+def check_model(geometry):
+    """HwkvError if no layer of the model can be calibrated."""
+    if geometry.refusal:
+        raise HwkvError(f"no policy fits a model of architecture {geometry.architecture}: {geometry.refusal}")
+    if not geometry.configurable:
+        raise HwkvError("the model has no layer that takes windows: there is nothing to calibrate")
 
 
 class _Run:

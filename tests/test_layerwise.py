@@ -15,7 +15,7 @@ from contextlib import closing, contextmanager
 
 import numpy as np
 import pytest
-from needle import needle_prompt
+from minilang import needle_prompt
 from reference.random_models import write_llama, write_qwen35
 
 from hwkv_llamacpp import HwkvError, ModelGeometry, Policy, native
