@@ -55,7 +55,8 @@ def directly(path, policy, texts):
                 logs.append(log_softmax(context.run(tokens, at, len(tokens))))
         full, cut = logs
         following = np.asarray(tokens)[at + 1]
-        values.append([(np.exp(full) * (full - cut)).sum(1), full.argmax(1) == cut.argmax(1), -cut[range(len(at)), following], -full[range(len(at)), following]])
+        kl, same = (np.exp(full) * (full - cut)).sum(1), full.argmax(1) == cut.argmax(1)
+        values.append([kl, same, *(-log[range(len(at)), following] for log in (cut, full))])
     return [np.concatenate(x) for x in zip(*values)]
 
 
@@ -107,8 +108,8 @@ def test_positions_are_spread_over_the_second_halves(dense, texts):
 def test_a_policy_that_cuts_the_needles_is_worse(mini_hybrid):
     """On trained weights: the one head that finds far facts, windowed, costs more than all the others together."""
     with Model(mini_hybrid, OPTIONS) as model:
-        texts = [model.tokenize("".join(f"{prompt} {value}." for prompt, value in (needle_prompt(seed + i, 200, 150) for i in range(3))), add_special=True)
-                 for seed in (0, 10)]
+        pieces = [f"{prompt} {value}." for prompt, value in (needle_prompt(seed, 200, 150) for seed in range(6))]
+        texts = [model.tokenize("".join(half), add_special=True) for half in (pieces[:3], pieces[3:])]
         with DistortionMeter(model, texts) as meter:
             without, others = (meter.measure(Policy({3: (32,) * 4, 7: row})) for row in ((32, 32, 32, 32), (32, None, 32, 32)))
     print(f"KL {without.kl:.4f} with 7.1 windowed, {others.kl:.4f} with it full")

@@ -29,7 +29,7 @@ except HwkvError as error:
 from hwkv_llamacpp.layerwise import END, START, Layerwise
 from hwkv_llamacpp.runtime import Model, RuntimeOptions
 
-SINKS = [0]  # numbers of first positions that every window sees
+SINKS = [0, 4]  # numbers of first positions that every window sees
 TOLERANCE = 2e-6
 TILES = 1e-11  # K and V as F16, one sequence, whole ubatches
 NOTICED = 50
@@ -257,7 +257,10 @@ def test_logits_are_those_of_the_grouped_cache(request, name, n_ubatch, type_kv,
 
 def captured(layerwise, layer):
     """Everything that a calibration reads at the cut of a layer, as one array."""
-    parts = [*layerwise.queries(layer), *(x for h in range(layer.n_head_kv) for i in range(len(layerwise.traces)) for x in layerwise.keys_values(layer, h, i))]
+    parts = layerwise.queries(layer)
+    for head in range(layer.n_head_kv):
+        for i in range(len(layerwise.traces)):
+            parts += layerwise.keys_values(layer, head, i)
     return np.concatenate([x.ravel() for x in parts])
 
 

@@ -52,39 +52,39 @@ def saved_scores(folder, geometry, policy):
 
 # against an implementation that shares no code
 
-SHORT = 0.01  # a threshold that nearly every window reaches
+SHORT = 0.01  # a threshold that most of the shortest windows reach
 
 
-# Each case: model, trace, windows, queries, a threshold, and how near scores must be. Weights are F32 on both sides; the runtime rounds
+# Each case: model, trace, windows, n_sink, queries, a threshold, and how near scores must be. Weights are F32 on both sides; the runtime rounds
 # K and V to F16, which moved scores by 2.3e-4 in SmolLM2 and by 6e-6 in the miniature.
 
 def smollm2_case():
     path = testmodels.f32_copy(testmodels.smollm2())
     with Model(path, options()) as model:
         trace = traces.default(model, 384)
-    return path, traces.Trace(trace.sequences[:1], (trace.held_out[0][:32],), trace.source), (32, 64, 128), 64, 0.95, 1e-3
+    return path, traces.Trace(trace.sequences[:1], (trace.held_out[0][:32],), trace.source), (32, 64, 128), 0, 64, 0.95, 1e-3
 
 
 def hybrid_case():
     path = testmodels.f32_copy(Path(__file__).parent / "data" / "mini-hybrid-f16.gguf")
     with Model(path, options()) as model:
         tokens = model.tokenize(needles(4), add_special=True)
-    return path, traces.Trace((tokens[:300], tokens[300:600]), (tokens[600:632],), {}), (8, 16, 32, 64, 128), 64, 0.999, 1e-4
+    return path, traces.Trace((tokens[:300], tokens[300:600]), (tokens[600:632],), {}), (8, 16, 32, 64, 128), 4, 64, 0.999, 1e-4
 
 
 @pytest.fixture(scope="module", params=[smollm2_case, hybrid_case], ids=["smollm2", "mini-hybrid"])
 def compared(request, tmp_path_factory):
     """Two thresholds calibrated, and what the independent implementation scores under their policies and with full history."""
-    path, trace, windows, n_queries, tau, tolerance = request.param()
+    path, trace, windows, n_sink, n_queries, tau, tolerance = request.param()
     folder = tmp_path_factory.mktemp("run")
-    geometry, settings = ModelGeometry.from_gguf(path), Settings((tau, SHORT), windows=windows, n_queries=n_queries)
+    geometry, settings = ModelGeometry.from_gguf(path), Settings((tau, SHORT), (n_sink,), windows=windows, n_queries=n_queries)
     with Model(path, options()) as model:
         records = calibrate(model, geometry, trace, folder, settings, progress=False)
     truth = reference.load(str(path))
     positions = traces.sample_positions(trace, n_queries, settings.seed)
 
     def expected(policy):
-        return independent.layer_scores(truth, trace.sequences, positions, windows, {x.layer: policy.row(x) for x in geometry.configurable})
+        return independent.layer_scores(truth, trace.sequences, positions, windows, {x.layer: policy.row(x) for x in geometry.configurable}, n_sink)
 
     return SimpleNamespace(
         windows=windows, geometry=geometry, tolerance=tolerance, taus={"usual": tau, "short": SHORT}, policies={r.tau: r.policy for r in records},
@@ -114,7 +114,8 @@ def test_the_policy_is_that_of_the_independent_implementation(compared, name):
     print(f"{heads} KV heads, {len(near)} of them at the threshold: {near}")
     assert all(distance <= compared.tolerance for distance in near) and len(near) <= heads / 10
     chosen = [w for row in policy.layers.values() for w in row]
-    assert chosen.count(compared.windows[0]) > 0.95 * heads if tau == SHORT else len(set(chosen)) > 1  # there was something to choose
+    print(f"{chosen.count(compared.windows[0])} with the shortest window, {len(set(chosen))} different windows")
+    assert chosen.count(compared.windows[0]) > heads / 2 if tau == SHORT else len(set(chosen)) > 1  # there was something to choose
 
 
 def test_sequential_is_sequential(compared):
@@ -272,7 +273,8 @@ def test_selection_from_a_finished_run(undisturbed, command, hwkv, tmp_path):
     """Another budget or threshold reads what is there: same records, and no new calibration."""
     run = undisturbed.with_suffix(".calib")
     before = {path: path.stat().st_mtime_ns for path in (*run.glob("layers/*"), *run.glob("records/*"), run / "run.json")}
-    for i, (flags, chosen) in enumerate(((("--tau", 0.98), 0.98), (("--tau", 0.9), 0.9), (("--budget", 1), None), (("--budget-bytes", "1GiB"), None))):
+    cases = [(("--tau", 0.98), 0.98), (("--budget", 1), None), (("--budget-bytes", "1GiB"), None)]
+    for i, (flags, chosen) in enumerate(cases):
         code, out, err = hwkv(*command(tmp_path / f"{i}.json", "--run", run, "--json", *flags))
         assert (code, err) == (0, "")
         selected = json.loads(out)["selected"]
@@ -385,7 +387,8 @@ def test_options_that_are_refused(hwkv, command, tmp_path, flags, code, part):
 
 
 def test_default_windows_need_a_trace(hwkv, mini_hybrid, tmp_path):
-    refused(hwkv, ["calibrate", mini_hybrid, "-o", tmp_path / "p.json", "--trace-tokens", 511], "the trace has 511 tokens, too few for the shortest window, 256")
+    words = ["calibrate", mini_hybrid, "-o", tmp_path / "p.json", "--trace-tokens", 511]
+    refused(hwkv, words, "the trace has 511 tokens, too few for the shortest window, 256")
 
 
 def test_models_that_are_refused(hwkv, command, random_models, tmp_path):
@@ -432,7 +435,8 @@ def test_runs_that_do_not_fit(hwkv, command, undisturbed, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(undisturbed.with_suffix(".calib"), run)
     words = command(tmp_path / "p.json", "--json", "--run", run)
-    for flag, value, key in (("--queries", 63, "n_queries is 64, now it is 63"), ("--windows", "8,16", "windows is [8, 16, 32, 64, 128, 256], now it is [8, 16]"),
+    for flag, value, key in (("--queries", 63, "n_queries is 64, now it is 63"),
+                             ("--windows", "8,16", "windows is [8, 16, 32, 64, 128, 256], now it is [8, 16]"),
                              ("--seed", 1, "seed is 0, now it is 1"), ("-ctk", "q8_0", "type_k is f16, now it is q8_0"),
                              ("-ub", 64, "n_ubatch is 128, now it is 64")):
         refused(hwkv, [*words, flag, str(value)], f"{run}: holds another calibration: its {key}", "remove the folder or name another one with --run")
