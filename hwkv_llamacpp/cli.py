@@ -1,6 +1,7 @@
 """The hwkv command: parse, call, print."""
 
 import argparse
+import importlib
 import json
 import os
 import signal
@@ -39,7 +40,7 @@ def main(argv=None):
 
 
 def build_parser(argv=()):
-    """The parser. `serve` and `demo` bring their own options, so their modules are imported only for them."""
+    """The parser. Commands from `serve` on bring their own options, so their modules are imported only for them."""
     parser = argparse.ArgumentParser(
         prog="hwkv", description="Per-KV-head windows for llama.cpp's KV cache. A policy gives each KV head of a model a"
         " window of recent tokens, or all of them; the server keeps only what the windows can see.",
@@ -86,13 +87,13 @@ def build_parser(argv=()):
 
     wanted = next((word for word in argv if not word.startswith("-")), None)
     for name, text in (("serve", "run llama-server on a model, with a policy"),
+                       ("plan", "predict what a server would take, and the largest context that fits"),
+                       ("bench", "measure memory, speed and capacity of fresh servers"),
+                       ("report", "tables and figures from measurements"),
                        ("demo", "see the saving on a small real model, end to end")):
         command = commands.add_parser(name, help=text, formatter_class=argparse.RawDescriptionHelpFormatter)
         if name == wanted:
-            if name == "serve":
-                from . import serve as module
-            else:
-                from . import demo as module
+            module = importlib.import_module(f".{name}", __package__)
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     return parser
