@@ -78,7 +78,7 @@ class Bench:
         self.planner = Planner(args.model)
         self.settings = Settings(args.model, args.n_predict, args.batch_size, args.ubatch_size, args.threads, args.gpu_layers, args.cache_type_k,
                                  args.cache_type_v, args.load_mode, args.start_timeout, args.timeout, args.memory_limit)
-        self._process_bytes = {}  # by arm
+        self._process_bytes, self._charged_bytes = {}, {}  # by arm: resident, and charged to a control group
         self.gpus = sampler.gpus()
         self._check_machine(args.gpu_layers)
         self._folder = tempfile.TemporaryDirectory(prefix="hwkv-bench-")
@@ -86,8 +86,7 @@ class Bench:
         for arm in self.arms:
             native.binary("llama-server", arm.upstream)
         self.done = {row.key: row for row in records.read(self.output, missing_ok=True)}
-        ours = machine.build_pair(any(arm.upstream for arm in self.arms))
-        other = sum(row.build_pair != ours or row.machine != machine.machine() for row in self.done.values())
+        other = sum(row.build_pair != machine.build_pair() or row.machine != machine.machine() for row in self.done.values())
         if other:
             self._say(f"{self.output} holds {other} rows of another build or machine: they stay, and are not compared with what is measured now")
 
@@ -180,7 +179,7 @@ class Bench:
         top = highest or 2**21
         self._check_context(least)
         if self.planner.dry and (limit := self.settings.memory_limit_bytes or self.gpus and max(h["memory_bytes"] for h in self.gpus.describe()[0])):
-            found = largest_context(lambda n: self._plan(arm, n), [limit], grid, top)
+            found = largest_context(lambda n: self._plan(arm, n, self._charged_bytes.get(arm)), [limit], grid, top)
             return found[0] if found else least, top
         return min(self.geometry.n_ctx_train, top), top
 
@@ -188,7 +187,7 @@ class Bench:
 
     def _case(self, arm, n_ctx, round_, step=None):
         options = self.settings.options(arm, n_ctx, self.geometry)
-        asked = describe(self.kind, arm, n_ctx, self.settings, self.geometry, options, round_, step, self.arms)
+        asked = describe(self.kind, arm, n_ctx, self.settings, self.geometry, options, round_, step)
         if row := self.done.get(asked.key):
             return row
         plan = self._plan(arm, n_ctx) if self.planner.dry else None
@@ -196,7 +195,7 @@ class Bench:
         if self.logs:
             self.logs.mkdir(parents=True, exist_ok=True)
             log = self.logs / f"{self.kind}-{arm.name}-{n_ctx}-{(step or 'round').replace(' ', '-')}-{round_}.log"
-        row = measure(self.kind, arm, n_ctx, self.settings, self.geometry, round_=round_, step=step, arms=self.arms, gpus=self.gpus, plan=plan, log_path=log)
+        row = measure(self.kind, arm, n_ctx, self.settings, self.geometry, round_=round_, step=step, gpus=self.gpus, plan=plan, log_path=log)
         records.append(self.output, row)
         self.done[row.key] = row
         self._say(f"{arm.name}, -c {n_ctx}, {step or 'round'} {round_ + 1}, " + (
@@ -214,6 +213,9 @@ class Bench:
         buffers = self._plan(arm, row.n_ctx, 0).total_bytes
         if row.status == "ok" and row.peak_counts.startswith("resident"):
             self._process_bytes[arm] = max(0, row.peak_bytes - buffers)
+            # a control group is not charged for library pages that others have read before
+            charged = row.cgroup_peak_bytes if row.memory_limit_kind != "address space" else None
+            self._charged_bytes[arm] = max(0, (charged or row.peak_bytes) - buffers)
 
     def _plan(self, arm, n_ctx, process_bytes=None):
         s = self.settings

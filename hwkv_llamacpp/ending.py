@@ -23,24 +23,25 @@ class Ending:
 
 def memory_line(log):
     """The first line of a log that says that memory ran out, or None."""
-    for line in log.splitlines()[1:]:  # the first is the command
-        if OUT_OF_MEMORY.search(line):
+    for line in log.splitlines():
+        if not line.startswith("$ ") and OUT_OF_MEMORY.search(line):
             return re.sub(r"^[\d.]+ [A-Z] ", "", line.strip()).rstrip(".")
     return None
 
 
-def failed(server, pid, n_oom_kills=0, timed_out_s=None, error=None):
+def failed(server, pid, n_oom_kills=0, timed_out_s=None, error=None, since=0):
     """Ending of a case that did not succeed.
 
     server: the LlamaServer, running or not. n_oom_kills: kills that its control group counted. timed_out_s: the time after which the
-    measurement gave up. error: what the client saw.
+    measurement gave up. error: what the client saw. since: length of the log when the phase that failed began; what stands before it was
+    survived.
     """
     code = server.process.poll() if server.process else None
     if timed_out_s is not None:
         return Ending("timeout", f"no end after {timed_out_s:g} s", code)
     if code == -9 and (n_oom_kills or (kernel := kernel_kill(pid))):
         return Ending("out of memory", "killed by the kernel: " + ("the control group's limit" if n_oom_kills else kernel), code)
-    line = memory_line(server.log())
+    line = memory_line(server.log()[since:])
     if line:
         return Ending("out of memory", line, code)
     return Ending("failed", server.exit_cause() or error or "no reason given", code)
@@ -52,5 +53,5 @@ def kernel_kill(pid):
         log = subprocess.run(["dmesg"], text=True, capture_output=True, errors="replace", timeout=10).stdout
     except (OSError, subprocess.TimeoutExpired):
         return None
-    found = re.findall(rf"^.*out of memory: Killed process {pid} .*$", log, re.IGNORECASE | re.MULTILINE)
+    found = re.findall(rf"^.*out of memory: Killed process {pid} \(llama-server\).*$", log, re.IGNORECASE | re.MULTILINE)
     return re.sub(r"^\[[^]]*\]\s*", "", found[-1]) if found else None

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from . import native, sampler
+from .errors import HwkvError
 
 
 @functools.cache
@@ -51,10 +52,23 @@ def upstream_commit():
     return dict(line.split("=", 1) for line in (native.ROOT / "native" / "UPSTREAM").read_text().split())["llama_cpp_commit"]
 
 
-@functools.cache
 def build(upstream=False):
     """{"build", "build_flags", "build_sha256"} of ours or of the unpatched build."""
-    folder = native.build_dir(upstream)
+    return _build(native.build_dir(upstream))
+
+
+def build_pair():
+    """One hash of our build and, where it is there, the unpatched one: what rows must share to be compared."""
+    parts = [build()["build_sha256"]]
+    try:
+        parts.append(build(upstream=True)["build_sha256"])
+    except HwkvError:
+        pass
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _build(folder):
     record = folder / "hwkv-configuration.json"
     flags = json.loads(record.read_text())["arguments"] if record.exists() else []
     found = hashlib.sha256()
@@ -63,12 +77,6 @@ def build(upstream=False):
         if path.name == "llama-server" or re.match(r"lib(llama|ggml|mtmd)[\w-]*\.(so|dylib)$", path.name):
             found.update(path.name.encode() + b"\0" + path.read_bytes())
     return {"build": folder.name, "build_flags": [flag for flag in flags if "/" not in flag], "build_sha256": found.hexdigest()}
-
-
-def build_pair(with_upstream):
-    """One hash of the builds that a run compares."""
-    parts = [build()["build_sha256"], *([build(upstream=True)["build_sha256"]] if with_upstream else [])]
-    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
 
 @functools.cache

@@ -73,13 +73,13 @@ class Settings:
             start_timeout_s=self.start_timeout_s)
 
 
-def measure(kind, arm, n_ctx, settings, geometry, *, round_=0, step=None, arms=(), gpus=None, plan=None, log_path=None):
+def measure(kind, arm, n_ctx, settings, geometry, *, round_=0, step=None, gpus=None, plan=None, log_path=None):
     """The Row of one case. It always comes back: what goes wrong is its status and cause, unless the build itself is missing.
 
-    arms: all arms of the run, for the hash of the builds compared. plan: plan.Plan of this arm and context, if there is one.
+    plan: plan.Plan of this arm and context, if there is one.
     """
     options = settings.options(arm, n_ctx, geometry)
-    row = describe(kind, arm, n_ctx, settings, geometry, options, round_, step, arms)
+    row = describe(kind, arm, n_ctx, settings, geometry, options, round_, step)
     if plan:
         row.predicted_kv_bytes, row.predicted_peak_bytes, row.predicted_parts = plan.kv_bytes, plan.total_bytes, plan.parts()
     native.binary("llama-server", arm.upstream)
@@ -92,13 +92,13 @@ def measure(kind, arm, n_ctx, settings, geometry, *, round_=0, step=None, arms=(
     return row
 
 
-def describe(kind, arm, n_ctx, settings, geometry, options, round_=0, step=None, arms=()):
+def describe(kind, arm, n_ctx, settings, geometry, options, round_=0, step=None):
     """A Row that says all that was asked for."""
     policy = arm.policy
     row = Row(kind, arm.name, n_ctx, round=round_, step=step, date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"))
     row.commit, row.upstream_commit, row.machine = machine.commit(), machine.upstream_commit(), machine.machine()
     vars(row).update(machine.build(arm.upstream))
-    row.build_pair = machine.build_pair(any(a.upstream for a in (arm, *arms)))
+    row.build_pair = machine.build_pair()
     row.model, row.model_bytes = settings.model.name, settings.model.stat().st_size
     row.model_sha256, row.n_ctx_train = machine.file_sha256(settings.model), geometry.n_ctx_train
     row.policy = arm.path.name if policy else None
@@ -122,6 +122,7 @@ class _Case:
         self.server = LlamaServer(options, log_path, setup=self._setup, launched=self._launched)
         self.keep_log = log_path is not None
         self.sampler = self.pid = self.timed_out_s = None
+        self.phase_start = 0  # in the log
         self._parent = os.getpid()
         self._libc = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
 
@@ -163,7 +164,7 @@ class _Case:
 
     def _request(self):
         row, server, n_predict = self.row, self.server, self.settings.n_predict
-        row.phase = "prefill"
+        row.phase, self.phase_start = "prefill", len(server.log())
         prompt = prompt_tokens(server, row.n_ctx - n_predict)
         body = {"prompt": prompt, "n_predict": n_predict, "ignore_eos": True, "cache_prompt": False, "temperature": 0}
         last = None
@@ -204,7 +205,7 @@ class _Case:
         if timed_out_s is None:
             with contextlib.suppress(Exception):
                 server.process.wait(2)  # a connection breaks a moment before its process is gone
-        found = ending.failed(server, self.pid, self.group.n_oom_kills(), timed_out_s, error)
+        found = ending.failed(server, self.pid, self.group.n_oom_kills(), timed_out_s, error, self.phase_start)
         self.row.status, self.row.cause, self.row.exit_code = found.status, _without_folders(found.cause), found.exit_code
         self.row.log_tail = [_without_folders(line[:300]) for line in server.log().splitlines()[-N_TAIL:]]
 
