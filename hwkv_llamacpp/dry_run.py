@@ -40,14 +40,6 @@ class Context:
     type_k: str = "f16"
     type_v: str = "f16"
 
-    def flags(self):
-        """The same as flags of the native tools; all but the policy."""
-        words = ["-m", self.model, "-c", self.n_ctx, "-b", self.n_batch, "-ub", self.n_ubatch, "-np", self.n_parallel,
-                 "-fa", self.flash_attn, "-ctk", self.type_k, "-ctv", self.type_v]
-        if self.n_gpu_layers is not None:
-            words += ["-ngl", self.n_gpu_layers]
-        return [str(word) for word in words] + (["--kv-unified"] if self.kv_unified else [])
-
 
 def run(context):
     """What the context would take, in bytes (MiB figures of llama.cpp's log where nothing exact is told):
@@ -76,16 +68,17 @@ def run(context):
     return answer
 
 
-def weights(context):
+def weights(model, n_gpu_layers=None):
     """{device: bytes} of the weights, each to a MiB; "Host" is the machine's own memory."""
-    program = native.binary("llama-fit-params")
+    command = [str(native.binary("llama-fit-params")), "-m", model, "-c", "256", "--hwkv-policy", "off", "-fitp", "on", "-lv", "4"]
+    if n_gpu_layers is not None:
+        command += ["-ngl", str(n_gpu_layers)]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("LLAMA_ARG_")} | {"GGML_NO_BACKTRACE": "1"}
-    done = subprocess.run([str(program), *context.flags(), "--hwkv-policy", "off", "-fitp", "on", "-lv", "4"], text=True,
-                          env=environment, capture_output=True)
+    done = subprocess.run(command, text=True, env=environment, capture_output=True)
     found = breakdown(done.stderr)
     if done.returncode != 0 or not found:
         last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise HwkvError(f"{context.model}: llama-fit-params ended with {done.returncode}: {last[:300]}")
+        raise HwkvError(f"{model}: llama-fit-params ended with {done.returncode}: {last[:300]}")
     return {name: parts["model"] for name, parts in found.items()}
 
 

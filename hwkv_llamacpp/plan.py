@@ -72,7 +72,8 @@ class Planner:
         self.geometry = ModelGeometry.from_gguf(model)
         self.header = Header(model)
         self.dry = self.header.n_tensors > 0 and is_built() if dry is None else dry
-        self._weights = {}  # by n_gpu_layers
+        self._weights = {}   # by n_gpu_layers
+        self._resident = {}  # by n_ubatch and policy: it differs a little from run to run, and a plan must grow with its context alone
 
     def plan(self, context, policy=None, process_bytes=None):
         """Plan of a dry_run.Context; policy: the Policy that context.policy names; process_bytes: what the process is known to hold beside
@@ -104,7 +105,7 @@ class Planner:
                 parts[part] = parts.get(part, 0) + n_bytes
 
         if context.n_gpu_layers not in self._weights:
-            self._weights[context.n_gpu_layers] = dry_run.weights(context)
+            self._weights[context.n_gpu_layers] = dry_run.weights(context.model, context.n_gpu_layers)
         for device, n_bytes in self._weights[context.n_gpu_layers].items():
             add(device, "weights", n_bytes)
         at = {int(layer): device for layer, device in found["cache_devices"].items()}
@@ -124,7 +125,8 @@ class Planner:
         for part in ("compute", "output"):
             for device, n_bytes in found[part].items():
                 add(device, part, n_bytes)
-        add("host", "process", found["resident"] + SERVER_BYTES if process_bytes is None else process_bytes)
+        resident = self._resident.setdefault((context.n_ubatch, context.policy), found["resident"])
+        add("host", "process", resident + SERVER_BYTES if process_bytes is None else process_bytes)
         checkpoint = found["hwkv"].get("checkpoint_bytes") or (found["recurrent"] + (sliding or 0)) // context.n_parallel or None
         return Plan(context, footprint, devices, tuple(group_devices), ("process",), (), checkpoint)
 
@@ -202,7 +204,7 @@ def largest_context(plan_at, limits, step, high):
     n_tries = 0
     while high - low > 1:
         n_tries += 1
-        guess = low + round((high - low) * -over_low / (over_high - over_low)) if n_tries % 3 else (low + high) // 2
+        guess = low + int((high - low) * -over_low / (over_high - over_low)) if n_tries % 4 else (low + high) // 2
         guess = min(max(guess, low + 1), high - 1)
         if (found := over(guess)) <= 0:
             low, over_low = guess, found
@@ -253,7 +255,7 @@ def add_context_arguments(parser, n_ctx=True):
         parser.add_argument("-c", "--ctx-size", type=_count, default=0, metavar="N", help="context (default: the trained one)")
     parser.add_argument("-b", "--batch-size", type=_count, default=2048, metavar="N", help="logical batch (default: 2048)")
     parser.add_argument("-ub", "--ubatch-size", type=_count, default=512, metavar="N", help="physical batch (default: 512)")
-    parser.add_argument("-ngl", "--gpu-layers", type=int, default=None, metavar="N", help="layers on the GPU (default: all that are offloaded by default)")
+    parser.add_argument("-ngl", "--gpu-layers", type=int, default=None, metavar="N", help="layers on the GPU (default: llama.cpp's)")
     parser.add_argument("-ctk", "--cache-type-k", choices=CACHE_TYPES, default="f16", help="type of K (default: f16)")
     parser.add_argument("-ctv", "--cache-type-v", choices=CACHE_TYPES, default="f16", help="type of V (default: f16)")
     parser.add_argument("-fa", "--flash-attn", choices=("on", "off"), default="on", help="FlashAttention (default: on)")
@@ -322,22 +324,19 @@ def show(console, geometry, plans):
         table.add_column(heading, justify="left" if heading in ("device", "") else "right")
     devices = list(dict.fromkeys(device for plan in plans.values() for device in plan.devices))
     for device in devices:
-        rows = {}  # line -> [cell of each plan]
+        rows = {}  # (place among PARTS, line) -> cell of each plan
         for i, plan in enumerate(plans.values()):
-            lines = {}
-            held = plan.devices.get(device, {})
-            for part in sorted(held, key=lambda part: PARTS.index(part) if part in PARTS else len(PARTS)):
+            for part, n_bytes in plan.devices.get(device, {}).items():
+                place = PARTS.index(part) if part in PARTS else len(PARTS)
                 if part == "KV":
                     for group, at in zip(plan.footprint.groups, plan.group_devices):
                         window = "full" if group.window is None else group.window
-                        lines[f"KV, window {window}, {group.heads} KV heads, {group.cells:,} cells"] = sum(
-                            n_bytes for name, n_bytes in at.items() if _same_device(name, device))
+                        held = sum(n for name, n in at.items() if _same_device(name, device))
+                        rows.setdefault((place, f"KV, window {window}, {group.heads} KV heads, {group.cells:,} cells"), {})[i] = held
                 else:
-                    lines[part + (" (formula)" if part in plan.formulas else "")] = held[part]
-            for line, n_bytes in lines.items():
-                rows.setdefault(line, [""] * len(plans))[i] = f"{n_bytes / MIB:,.2f}"
-        for line, cells in rows.items():
-            table.add_row(device, line, *cells)
+                    rows.setdefault((place, part + (" (formula)" if part in plan.formulas else "")), {})[i] = n_bytes
+        for (_, line), cells in sorted(rows.items(), key=lambda row: row[0][0]):
+            table.add_row(device, line, *[f"{cells[i] / MIB:,.2f}" if i in cells else "" for i in range(len(plans))])
     table.add_section()
     table.add_row("total", "", *[f"{plan.total_bytes / MIB:,.2f}" for plan in plans.values()])
     table.add_row("KV of the layers that take windows", "", *[f"{plan.kv_bytes / MIB:,.2f}" for plan in plans.values()])

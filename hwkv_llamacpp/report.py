@@ -133,8 +133,8 @@ class Section:
         for name in self.arms:
             policy = next(r for r in self.rows if r.arm == name)
             if policy.policy_fingerprint:
-                contexts = sorted({r.n_ctx for r in self.rows if r.arm == name})
-                kept = ", ".join(f"{r:.1%} at {n:,}" for n in contexts for r in [next(x.retention for x in self.rows if x.arm == name and x.n_ctx == n)])
+                kept = {r.n_ctx: r.retention for r in self.rows if r.arm == name and (self.kind != "capacity" or r.step == "last success")}
+                kept = ", ".join(f"{kept[n]:.1%} at {n:,}" for n in sorted(kept)) or "not known"
                 facts.append((f"policy {name}", f"{policy.policy_fingerprint}, nominal retention {kept}"))
         return facts
 
