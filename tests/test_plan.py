@@ -177,7 +177,7 @@ def test_memory_sizes(text, n_bytes):
 def test_the_command_on_a_model_that_is_here(built, hwkv, mini_hybrid, tmp_path):
     policy = tmp_path / "p.json"
     policy.write_text(Policy({3: (None, 64, 64, 64)}).to_json())
-    code, out, err = hwkv("plan", mini_hybrid, "--policy", policy, "-c", 4096, "--memory", "56MiB", "--json")
+    code, out, err = hwkv("plan", mini_hybrid, "--policy", policy, "-c", 4096, "--memory", "55MiB", "--json")
     assert code == 0, err
     answer = json.loads(out)
     full, ours = answer["plans"]["full KV"], answer["plans"]["policy"]
