@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -67,10 +68,11 @@ class Planner:
     """Plans for one model. Contexts share what does not depend on them."""
 
     def __init__(self, model, dry=None):
-        """dry: use llama.cpp's dry run; by default where the build is there and the file has tensors."""
+        """dry: use llama.cpp's dry run; by default where the build is there and the file lists tensors."""
         self.model = Path(model)
         self.geometry = ModelGeometry.from_gguf(model)
         self.header = Header(model)
+        self._whole = self.header.with_room_for_data()
         self.dry = self.header.n_tensors > 0 and is_built() if dry is None else dry
         self._weights = {}   # by n_gpu_layers
         self._resident = {}  # by n_ubatch and policy: it differs a little from run to run, and a plan must grow with its context alone
@@ -92,6 +94,8 @@ class Planner:
                     tuple(known), unknown, None)
 
     def _exact(self, context, footprint, sliding, process_bytes):
+        if self._whole:
+            context = replace(context, model=self._whole.name, policy=str(self.model) if context.policy == "embedded" else context.policy)
         found = dry_run.run(context)
         kv_bytes = footprint.kv_bytes
         if abs(sum(found["caches"]) - kv_bytes - (sliding or 0)) > 0.006 * MIB * len(found["caches"]):
@@ -142,11 +146,25 @@ class Header:
             self._keys = {name: file.get(f"{self.architecture}.{name}") for name in (
                 "ssm.conv_kernel", "ssm.inner_size", "ssm.state_size", "ssm.group_count", "shortconv.l_cache", "embedding_length")}
             tensors = list(file.tensors)
+            self._path, self._data_start = file.path, file.data_start
+            self._lacks_data = bool(tensors) and not file.has_data and len(shards) == 1
         for shard in shards[1:] if len(shards) > 1 else ():
             with GGUFFile(shard) as file:
                 tensors += file.tensors
+        self._data_bytes = max((tensor.offset + tensor.n_bytes for tensor in tensors), default=0)
         self.n_tensors = len(tensors)
         self.weight_bytes = sum(tensor.n_bytes for tensor in tensors) if tensors else None
+
+    def with_room_for_data(self):
+        """Of a file that ends with its header, a temporary copy as long as the whole model would be, without taking disk: llama.cpp checks
+        the length, and its dry run reads no data. None for a whole file."""
+        if not self._lacks_data:
+            return None
+        copy = tempfile.NamedTemporaryFile(suffix=".gguf")
+        copy.write(self._path.read_bytes())
+        copy.truncate(self._data_start + self._data_bytes)
+        copy.flush()
+        return copy
 
     def recurrent_bytes(self, geometry, n_parallel):
         """F32 states of all recurrent layers, as llama_hparams::n_embd_r and n_embd_s count them; None for kinds of layer that this

@@ -81,6 +81,16 @@ def test_the_dry_run_agrees_with_the_formulas(built, qwen):
     assert tensors.plan(context(qwen[1], 114688, policy=str(path)), policy).kv_bytes < 0.7 * exact.kv_bytes
 
 
+def test_a_file_that_ends_with_its_header_is_planned_like_the_whole(built, mini_hybrid, tmp_path):
+    from hwkv_llamacpp.gguf_file import GGUFFile
+
+    with GGUFFile(mini_hybrid) as file:
+        header = tmp_path / "header.gguf"
+        header.write_bytes(mini_hybrid.read_bytes()[: file.data_start])
+    whole, alone = (Planner(path).plan(context(path, 4096)).parts() for path in (mini_hybrid, header))
+    assert {**whole, "process": 0} == {**alone, "process": 0}
+
+
 def test_kv_heads_listed_per_layer_starting_with_none(metadata_gguf):
     """LFM2-1.2B: 6 of 16 layers have attention."""
     heads = [8 if il in (2, 5, 8, 10, 12, 14) else 0 for il in range(16)]
