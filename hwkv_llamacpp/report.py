@@ -339,7 +339,7 @@ def csv(rows):
     out = io.StringIO()
     frame = pandas.DataFrame([{**{k: v for k, v in asdict(row).items() if k not in NOT_IN_CSV}, **{f"set_{k}": v for k, v in row.settings.items()}}
                               for row in rows])
-    frame.to_csv(out, index=False)
+    frame.convert_dtypes().to_csv(out, index=False)  # whole numbers stay whole beside missing ones
     return out.getvalue()
 
 
