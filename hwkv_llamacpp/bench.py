@@ -17,7 +17,7 @@ from . import boundary, dry_run, machine, native, records, sampler
 from .embed import read_policy
 from .errors import HwkvError
 from .geometry import ModelGeometry
-from .measure import Arm, Settings, describe, full_policy, measure
+from .measure import Arm, Settings, describe, full_policy, measure, on_gpu
 from .plan import Planner, add_context_arguments, largest_context, parse_bytes
 from .policy import Policy
 
@@ -78,7 +78,8 @@ class Bench:
         self.planner = Planner(args.model)
         self.settings = Settings(args.model, args.n_predict, args.batch_size, args.ubatch_size, args.threads, args.gpu_layers, args.cache_type_k,
                                  args.cache_type_v, args.load_mode, args.start_timeout, args.timeout, args.memory_limit)
-        self._process_bytes, self._charged_bytes = {}, {}  # by arm: resident, and charged to a control group
+        self._process_bytes, self._charged_bytes = {}, {}  # by arm: at the peak, and charged to a control group
+        self._on_gpu = False  # what the peak counts
         self.gpus = sampler.gpus()
         self._check_machine(args.gpu_layers)
         self._folder = tempfile.TemporaryDirectory(prefix="hwkv-bench-")
@@ -210,18 +211,21 @@ class Bench:
             return
         least = self.settings.n_predict + 1
         row = self._case(arm, max(PROCESS_CTX, -(-least // 256) * 256), 0, "process")
-        buffers = self._plan(arm, row.n_ctx, 0).total_bytes
-        if row.status == "ok" and row.peak_counts.startswith("resident"):
-            self._process_bytes[arm] = max(0, row.peak_bytes - buffers)
-            # a control group is not charged for library pages that others have read before
-            charged = row.cgroup_peak_bytes if row.memory_limit_kind != "address space" else None
-            self._charged_bytes[arm] = max(0, (charged or row.peak_bytes) - buffers)
+        if row.status != "ok":
+            return
+        plan = self._plan(arm, row.n_ctx, 0)
+        self._on_gpu = on_gpu(row)
+        buffers = plan.gpu_bytes if self._on_gpu else plan.total_bytes
+        self._process_bytes[arm] = max(0, row.peak_bytes - buffers)
+        # a control group is not charged for library pages that others have read before
+        charged = row.cgroup_peak_bytes if (row.memory_limit_kind or "").startswith("cgroup") else None
+        self._charged_bytes[arm] = max(0, (charged or row.peak_bytes) - buffers)
 
     def _plan(self, arm, n_ctx, process_bytes=None):
         s = self.settings
         context = dry_run.Context(str(s.model), str(arm.path) if arm.policy else "off", n_ctx, s.n_batch, s.n_ubatch, 1, False, s.n_gpu_layers, "on",
                                   s.type_k, s.type_v)
-        return self.planner.plan(context, arm.policy, self._process_bytes.get(arm) if process_bytes is None else process_bytes)
+        return self.planner.plan(context, arm.policy, self._process_bytes.get(arm) if process_bytes is None else process_bytes, self._on_gpu)
 
     def _check_context(self, n_ctx):
         if n_ctx <= self.settings.n_predict:

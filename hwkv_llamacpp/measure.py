@@ -81,13 +81,15 @@ def measure(kind, arm, n_ctx, settings, geometry, *, round_=0, step=None, gpus=N
     options = settings.options(arm, n_ctx, geometry)
     row = describe(kind, arm, n_ctx, settings, geometry, options, round_, step)
     if plan:
-        row.predicted_kv_bytes, row.predicted_peak_bytes, row.predicted_parts = plan.kv_bytes, plan.total_bytes, plan.parts()
+        row.predicted_kv_bytes, row.predicted_parts = plan.kv_bytes, plan.parts()
     native.binary("llama-server", arm.upstream)
     start = time.monotonic()
     with memory_group(settings.memory_limit_bytes) as group:
         row.memory_limit_kind = group.kind if settings.memory_limit_bytes else None
         case = _Case(row, settings, options, group, gpus, log_path)
         case.run()
+    if plan:
+        row.predicted_peak_bytes = plan.gpu_bytes if on_gpu(row) else plan.total_bytes
     row.wall_s = round(time.monotonic() - start, 3)
     return row
 
@@ -218,9 +220,9 @@ class _Case:
             row.gpu_process_peak_bytes = sampler.gpu_process_peak
             row.gpu_device_peak_bytes, row.gpu_device_before_bytes = sampler.gpu_device_peak, self.gpus.before
         row.samples, row.n_samples = sampler.kept(), len(sampler.samples)
-        on_gpu = self.gpus and row.build not in (None, "cpu")
-        for counts, value in (("gpu process", row.gpu_process_peak_bytes if on_gpu else None),
-                              ("gpu devices, less what they held before", _growth(row) if on_gpu else None),
+        offloads = self.gpus and row.build.startswith("cuda")
+        for counts, value in (("gpu process", row.gpu_process_peak_bytes if offloads else None),
+                              ("gpu devices, less what they held before", _growth(row) if offloads else None),
                               ("resident set, high-water mark", row.rss_peak_bytes),
                               ("resident set, sampled", row.rss_sampled_peak_bytes)):
             if value is not None:
@@ -259,6 +261,11 @@ def predicted_kv(geometry, arm, n_ctx, settings):
     """Formula for the bytes that the configurable layers allocate."""
     return predict(geometry, arm.policy, n_ctx, n_batch=settings.n_batch, n_ubatch=settings.n_ubatch, type_k=settings.type_k,
                    type_v=settings.type_v).kv_bytes
+
+
+def on_gpu(row):
+    """True if the row's peak is that of GPU memory."""
+    return (row.peak_counts or "").startswith("gpu")
 
 
 def _growth(row):

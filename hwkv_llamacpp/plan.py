@@ -51,6 +51,11 @@ class Plan:
     def total_bytes(self):
         return sum(sum(parts.values()) for parts in self.devices.values())
 
+    @property
+    def gpu_bytes(self):
+        """Of all devices but the host."""
+        return sum(sum(parts.values()) for name, parts in self.devices.items() if name != "host")
+
     def parts(self):
         """{part: bytes} over all devices."""
         return {part: sum(parts[part] for parts in self.devices.values() if part in parts)
@@ -77,15 +82,15 @@ class Planner:
         self._weights = {}   # by n_gpu_layers
         self._resident = {}  # by n_ubatch and policy: it differs a little from run to run, and a plan must grow with its context alone
 
-    def plan(self, context, policy=None, process_bytes=None):
+    def plan(self, context, policy=None, process_bytes=None, on_gpu=False):
         """Plan of a dry_run.Context; policy: the Policy that context.policy names; process_bytes: what the process is known to hold beside
-        its buffers, where it was measured."""
+        its buffers, where it was measured, on the first GPU or on the host."""
         footprint = predict(self.geometry, policy, context.n_ctx, n_batch=context.n_batch, n_ubatch=context.n_ubatch,
                             n_seq_max=context.n_parallel, unified=context.kv_unified, type_k=context.type_k, type_v=context.type_v,
                             flash_attn=context.flash_attn != "off")
         sliding = sliding_bytes(self.geometry, context, footprint)
         if self.dry:
-            return self._exact(context, footprint, sliding, process_bytes)
+            return self._exact(context, footprint, sliding, process_bytes, on_gpu)
         parts = {"weights": self.header.weight_bytes, "KV": footprint.kv_bytes, "own windows": sliding,
                  "recurrent": self.header.recurrent_bytes(self.geometry, context.n_parallel)}
         known = {part: value for part, value in parts.items() if value}
@@ -93,7 +98,7 @@ class Planner:
         return Plan(context, footprint, {"all devices": known}, tuple({"all devices": group.bytes} for group in footprint.groups),
                     tuple(known), unknown, None)
 
-    def _exact(self, context, footprint, sliding, process_bytes):
+    def _exact(self, context, footprint, sliding, process_bytes, on_gpu):
         if self._whole:
             context = replace(context, model=self._whole.name, policy=str(self.model) if context.policy == "embedded" else context.policy)
         found = dry_run.run(context)
@@ -130,7 +135,10 @@ class Planner:
             for device, n_bytes in found[part].items():
                 add(device, part, n_bytes)
         resident = self._resident.setdefault((context.n_ubatch, context.policy), found["resident"])
-        add("host", "process", resident + SERVER_BYTES if process_bytes is None else process_bytes)
+        if process_bytes is None:
+            add("host", "process", resident + SERVER_BYTES)
+        else:
+            add(next((name for name in devices if on_gpu and name != "host"), "host"), "process", process_bytes)
         checkpoint = found["hwkv"].get("checkpoint_bytes") or (found["recurrent"] + (sliding or 0)) // context.n_parallel or None
         return Plan(context, footprint, devices, tuple(group_devices), ("process",), (), checkpoint)
 
