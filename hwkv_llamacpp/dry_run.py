@@ -85,7 +85,7 @@ def weights(model, n_gpu_layers=None):
 def breakdown(log):
     """llama.cpp's memory breakdown, which the tools print at -lv 4: {device: {"model", "context", "compute"}}, whole MiB as bytes."""
     rows = re.findall(r"common_memory_breakdown_print: \|\s+- (\S+)[^|]*\|.*?\d+ =\s*(\d+) \+\s*(\d+) \+\s*(\d+)\b", log)
-    return {name: {"model": int(model) * MIB, "context": int(context) * MIB, "compute": int(compute) * MIB} for name, model, context, compute in rows}
+    return {name: {part: int(mib) * MIB for part, mib in zip(("model", "context", "compute"), parts)} for name, *parts in rows}
 
 
 def _child(context):
@@ -125,7 +125,8 @@ def _child(context):
         ctx = llama_cpp.llama_init_from_model(model, params)
     log = "".join(lines)
     if not ctx:
-        reasons = re.findall(r"(?:error loading model|failed to initialize the context): (.*)", log) or re.findall(r".*\b(?:error|failed)\b.*", log)
+        reasons = (re.findall(r"(?:error loading model|failed to initialize the context): (.*)", log)
+                   or re.findall(r".*\b(?:error|failed)\b.*", log))
         return {"error": reasons[-1] if reasons else "no reason given"}
     return {"hwkv": native.info(ctx), "resident": psutil.Process().memory_info().rss - before, **parse(log)}
 

@@ -56,9 +56,10 @@ def capacity(pairs):
             axes.barh(y, pair.last_success, color=color, height=0.55)
         if pair.first_failure:
             axes.plot([pair.first_failure] * 2, [y - 0.33, y + 0.33], color="#b33a3a", linewidth=2)
-        text = f"{pair.last_success or 0:,} ran, {pair.first_failure:,} did not" if pair.first_failure else f"{pair.last_success or 0:,} ran, no failure found"
-        axes.text((pair.first_failure or pair.last_success or 0) + longest * 0.02, y, text + ("" if pair.is_confirmed else " (not confirmed)"),
-                  va="center", fontsize=8, color=INK)
+        text = f"{pair.last_success or 0:,} ran, " + (f"{pair.first_failure:,} did not" if pair.first_failure else "no failure found")
+        text += "" if pair.is_confirmed else " (not confirmed)"
+        end = pair.first_failure or pair.last_success or 0
+        axes.text(end + longest * 0.02, y, text, va="center", fontsize=8, color=INK)
     axes.set_yticks(range(len(pairs)), list(pairs))
     axes.set(xlim=(0, longest * 1.55 or 1), ylim=(len(pairs) - 0.4, -0.6), xlabel="context, tokens")
     axes.xaxis.label.set(color=INK, fontsize=9)

@@ -21,7 +21,6 @@ import requests
 from . import dry_run, ending, machine, native
 from .demo import diary
 from .errors import HwkvError
-from .footprint import predict
 from .memory_limit import memory_group
 from .policy import Policy
 from .records import Row
@@ -78,26 +77,25 @@ def measure(kind, arm, n_ctx, settings, geometry, *, round_=0, step=None, gpus=N
 
     plan: plan.Plan of this arm and context, if there is one.
     """
-    options = settings.options(arm, n_ctx, geometry)
-    row = describe(kind, arm, n_ctx, settings, geometry, options, round_, step)
+    row = describe(kind, arm, n_ctx, settings, geometry, round_, step)
     if plan:
         row.predicted_kv_bytes, row.predicted_parts = plan.kv_bytes, plan.parts()
     native.binary("llama-server", arm.upstream)
     start = time.monotonic()
     with memory_group(settings.memory_limit_bytes) as group:
         row.memory_limit_kind = group.kind if settings.memory_limit_bytes else None
-        case = _Case(row, settings, options, group, gpus, log_path)
-        case.run()
+        _Case(row, settings, settings.options(arm, n_ctx, geometry), group, gpus, log_path).run()
     if plan:
         row.predicted_peak_bytes = plan.gpu_bytes if on_gpu(row) else plan.total_bytes
     row.wall_s = round(time.monotonic() - start, 3)
     return row
 
 
-def describe(kind, arm, n_ctx, settings, geometry, options, round_=0, step=None):
+def describe(kind, arm, n_ctx, settings, geometry, round_=0, step=None):
     """A Row that says all that was asked for."""
     policy = arm.policy
-    row = Row(kind, arm.name, n_ctx, round=round_, step=step, date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"))
+    row = Row(kind, arm.name, n_ctx, round=round_, step=step)
+    row.date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     row.commit, row.upstream_commit, row.machine = machine.commit(), machine.upstream_commit(), machine.machine()
     vars(row).update(machine.build(arm.upstream))
     row.build_pair = machine.build_pair()
@@ -108,7 +106,7 @@ def describe(kind, arm, n_ctx, settings, geometry, options, round_=0, step=None)
     row.retention = policy.retention(n_ctx, geometry) if policy else 1.0
     row.kv_layers = [[x.layer, (x.head_dim_k + x.head_dim_v) * 2, list(policy.row(x) if policy else (None,) * x.n_head_kv)]
                      for x in geometry.configurable]
-    row.arguments = [Path(word).name if "/" in word else word for word in options.arguments()]
+    row.arguments = [Path(word).name if "/" in word else word for word in settings.options(arm, n_ctx, geometry).arguments()]
     row.settings = {"n_predict": settings.n_predict, "n_batch": settings.n_batch, "n_ubatch": settings.n_ubatch,
                     "n_threads": settings.n_threads, "n_gpu_layers": settings.n_gpu_layers, "type_k": settings.type_k,
                     "type_v": settings.type_v, "flash_attn": True, "n_parallel": 1, "load_mode": settings.load_mode}
@@ -140,7 +138,8 @@ class _Case:
         if self.sampler:  # a second try, after a port was taken
             self.sampler.stop()
         self.pid = pid
-        self.sampler = MemorySampler(pid, self.gpus)
+        # a sampler at work takes a little of the speed that another kind of case is about
+        self.sampler = MemorySampler(pid, self.gpus, 0.25 if self.row.kind == "throughput" else 0.02)
 
     def run(self):
         row = self.row
@@ -255,12 +254,6 @@ def prompt_tokens(server, n):
 def full_policy(geometry):
     """A policy whose every head is full."""
     return Policy({layer.layer: (None,) * layer.n_head_kv for layer in geometry.configurable})
-
-
-def predicted_kv(geometry, arm, n_ctx, settings):
-    """Formula for the bytes that the configurable layers allocate."""
-    return predict(geometry, arm.policy, n_ctx, n_batch=settings.n_batch, n_ubatch=settings.n_ubatch, type_k=settings.type_k,
-                   type_v=settings.type_v).kv_bytes
 
 
 def on_gpu(row):

@@ -18,8 +18,8 @@ STATUSES = ("ok", "out of memory", "timeout", "failed")
 PHASES = ("start", "prefill", "decode", "end")
 
 # llama-server's timings -> ours
-TIMINGS = {"prompt_n": "n_prefill", "cache_n": "n_cached", "predicted_n": "n_decode", "prompt_ms": "prefill_ms", "predicted_ms": "decode_ms",
-           "prompt_per_second": "prefill_ts", "predicted_per_second": "decode_ts"}
+TIMINGS = {"prompt_n": "n_prefill", "cache_n": "n_cached", "predicted_n": "n_decode", "prompt_ms": "prefill_ms",
+           "predicted_ms": "decode_ms", "prompt_per_second": "prefill_ts", "predicted_per_second": "decode_ts"}
 
 
 @dataclass

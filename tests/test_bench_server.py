@@ -1,12 +1,15 @@
 """hwkv bench on the real llama-server: what is measured agrees with what was predicted, and the common ends are what they are."""
 
 import dataclasses
+import itertools
+import os
 
 import statistics
 
 import pytest
 
-from hwkv_llamacpp import HwkvError, ModelGeometry, Policy, handmade, measure, memory_limit, native, records, report
+from hwkv_llamacpp import HwkvError, ModelGeometry, Policy, handmade, measure, memory_limit, native, records
+from hwkv_llamacpp.comparison import same_kv
 
 MIB = 2**20
 N_CTX = 6144
@@ -43,10 +46,10 @@ def run(mini_hybrid, policy_path, tmp_path_factory):
 
 def test_allocated_kv_is_the_predicted_one_in_every_row(run):
     assert len(run) == 6
-    assert all(report.same_kv(row) for row in run)
+    assert all(same_kv(row) for row in run)
     assert [row.kv_bytes_source for row in run if row.arm == "short"] == ["props", "props"]
     # a rule that takes anything would not notice this
-    assert not report.same_kv(dataclasses.replace(run[0], kv_bytes=run[0].kv_bytes + 65536))
+    assert not same_kv(dataclasses.replace(run[0], kv_bytes=run[0].kv_bytes + 65536))
 
 
 def test_the_predicted_peak_is_near_the_measured_one(run):
@@ -122,14 +125,26 @@ def test_a_file_that_is_no_model_is_no_boundary(case, tmp_path, mini_hybrid):
     assert "model" in row.cause
 
 
-def test_mapped_weights_change_no_difference(case):
-    """Whether weights are file pages or not, the arms differ by the same."""
-    saved = {}
-    for mode in ("none", "mmap"):
-        full, short = case(2048, measure.Arm("full"), load_mode=mode), case(2048, load_mode=mode)
-        saved[mode] = full.peak_bytes - short.peak_bytes
+def test_how_weights_are_loaded_changes_no_difference(case, mini_hybrid):
+    """Whether weights are file pages or not, in the page cache or not, the arms differ by the same, which is their KV less the masks."""
+    saved = []
+    for mode, is_cold in itertools.product(("none", "mmap"), (False, True)):
+        rows = []
+        for arm in (measure.Arm("full"), None):
+            if is_cold:
+                with open(mini_hybrid, "rb") as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            rows.append(case(4096, arm, load_mode=mode))
+        full, short = rows
         assert (full.rss_file_peak_bytes > 17 * MIB) == (mode == "mmap")  # libraries, and 3 MiB of weights
-    assert saved["none"] == pytest.approx(saved["mmap"], abs=1.5 * MIB)
+        saved.append(full.peak_bytes - short.peak_bytes)
+    assert max(saved) - min(saved) < MIB
+    assert 0 < full.kv_bytes - short.kv_bytes - min(saved) < 3 * MIB
+
+
+def test_the_order_of_arms_changes_no_peak(case):
+    peaks = [case(2048, arm).peak_bytes for arm in (measure.Arm("full"), None, None, measure.Arm("full"))]
+    assert peaks[0] == pytest.approx(peaks[3], rel=0.02) and peaks[1] == pytest.approx(peaks[2], rel=0.02)
 
 
 def test_repetitions_are_as_fast_as_the_first(case):

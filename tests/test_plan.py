@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from hwkv_llamacpp import HwkvError, ModelGeometry, Policy, dry_run, handmade, native
-from hwkv_llamacpp.plan import Header, Planner, excess, largest_context, parse_bytes
+from hwkv_llamacpp.plan import parse_bytes
+from hwkv_llamacpp.planner import Header, Planner, excess, largest_context
 
 ROOT = Path(__file__).parent.parent
 GIB = 2**30

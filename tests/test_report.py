@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from hwkv_llamacpp import HwkvError, records, report
+from hwkv_llamacpp import HwkvError, comparison, records, report
 from hwkv_llamacpp.records import Row
 
 MIB = 2**20
@@ -40,7 +40,7 @@ def capacity_rows():
 
 
 def test_medians_and_ratios_within_repetitions():
-    (section,) = report.make_sections(memory_rows())
+    (section,) = comparison.make_sections(memory_rows())
     assert section.arms == ["upstream", "full", "p"]
     assert section.median("p", 2048, "peak_bytes") == 51 * MIB
     assert section.ratio("p", 2048, "peak_bytes") == pytest.approx(0.5)  # of 0.5, 0.75 and 0.5; of the medians it would be 0.5, too
@@ -53,18 +53,18 @@ def test_medians_and_ratios_within_repetitions():
 def test_a_repetition_that_failed_has_no_ratio_and_is_shown():
     rows = memory_rows()
     rows[6] = dataclasses.replace(rows[6], status="timeout", phase="prefill", peak_bytes=None)
-    (section,) = report.make_sections(rows)
+    (section,) = comparison.make_sections(rows)
     assert section.ratio("p", 2048, "peak_bytes") == pytest.approx((78 / 104 + 51 / 102) / 2)
     for i in (7, 8):
         rows[i] = dataclasses.replace(rows[i], status="timeout", phase="prefill", peak_bytes=None)
-    (section,) = report.make_sections(rows)
+    (section,) = comparison.make_sections(rows)
     assert section.tables()[0].rows[2][1:4] == ["-", "timeout in prefill", "-"]
 
 
 def test_different_instruments_have_no_ratio():
     rows = memory_rows()
     rows[6:] = [dataclasses.replace(r, peak_counts="cgroup") for r in rows[6:]]
-    assert report.make_sections(rows)[0].ratio("p", 2048, "peak_bytes") is None
+    assert comparison.make_sections(rows)[0].ratio("p", 2048, "peak_bytes") is None
 
 
 @pytest.mark.parametrize("change, what", [({"machine": {**MACHINE, "n_cpus": 64}}, "2 machines"), ({"build_pair": "b2"}, "2 sets of builds"),
@@ -72,23 +72,23 @@ def test_different_instruments_have_no_ratio():
 def test_what_differs_is_never_in_one_ratio(change, what):
     rows = memory_rows()
     rows[6:] = [dataclasses.replace(r, **change) for r in rows[6:]]
-    sections = report.make_sections(rows)
+    sections = comparison.make_sections(rows)
     assert len(sections) == 2
     assert sections[1].reference is None and sections[1].ratio("p", 2048, "peak_bytes") is None
     text = report.markdown(sections)
-    assert (what in text if what else not report.warnings(sections)) and "0.500" not in text
+    assert (what in text if what else not comparison.warnings(sections)) and "0.500" not in text
 
 
 def test_kv_bytes_that_are_not_the_predicted_ones_are_counted():
     rows = memory_rows()
     rows[0] = dataclasses.replace(rows[0], kv_bytes=8 * MIB + 1)
-    assert "in 8 of 9 cases" in report.make_sections(rows)[0].tables()[0].notes[0]
+    assert "in 8 of 9 cases" in comparison.make_sections(rows)[0].tables()[0].notes[0]
     rows[0] = dataclasses.replace(rows[0], kv_bytes_source="log")  # which shows two digits of a MiB
-    assert "in 9 of 9 cases" in report.make_sections(rows)[0].tables()[0].notes[0]
+    assert "in 9 of 9 cases" in comparison.make_sections(rows)[0].tables()[0].notes[0]
 
 
 def test_a_capacity_gain_is_compared_with_both_ideals():
-    (section,) = report.make_sections(capacity_rows())
+    (section,) = comparison.make_sections(capacity_rows())
     (table,) = section.tables()
     gain, with_all, kv_alone, shares = table.rows[1][5:]
     assert gain == "1.700"
@@ -102,21 +102,21 @@ def test_a_capacity_gain_is_compared_with_both_ideals():
 def test_a_pair_that_is_not_confirmed_says_so():
     rows = capacity_rows()
     rows[-1] = dataclasses.replace(rows[-1], status="ok")
-    assert report.make_sections(rows)[0].tables()[0].rows[1][3] == "3 of 3, 2 of 3: NO"
+    assert comparison.make_sections(rows)[0].tables()[0].rows[1][3] == "3 of 3, 2 of 3: NO"
     crashed = [*capacity_rows(), row("capacity", "p", 20480, 0, "failed", step="search", cause="killed by SIGSEGV")]
-    (table,) = report.make_sections(crashed)[0].tables()
+    (table,) = comparison.make_sections(crashed)[0].tables()
     assert table.rows[1][1:3] == ["17,408", "18,432"]  # a crash moves no boundary
     assert table.notes[-1] == "p: 1 runs ended otherwise and count for nothing, the first at 20,480: killed by SIGSEGV"
 
 
 def test_a_policy_whose_every_head_has_a_window_has_no_ideal():
     rows = [dataclasses.replace(r, kv_layers=[[0, 256, [512, 512]]]) if r.arm == "p" else r for r in capacity_rows()]
-    assert report.make_sections(rows)[0].tables()[0].rows[1][7] == "-"
+    assert comparison.make_sections(rows)[0].tables()[0].rows[1][7] == "-"
 
 
 def test_preparation_is_part_of_no_result():
     rows = [row("memory", "full", 2048, step="process", peak_bytes=1)]
-    assert report.make_sections(rows) == []
+    assert comparison.make_sections(rows) == []
 
 
 # the command
@@ -167,4 +167,4 @@ def test_bad_input_is_one_sentence(hwkv, tmp_path):
     assert hwkv("report", empty)[::2] == (1, f"error: {empty}: no rows\n")
     assert hwkv("report", tmp_path / "none.jsonl")[2] == f"error: {tmp_path / 'none.jsonl'}: cannot read: no such file\n"
     with pytest.raises(HwkvError, match="unknown kind 'speed'"):
-        report.make_sections([row("speed", "full", 1)])
+        comparison.make_sections([row("speed", "full", 1)])
