@@ -127,7 +127,7 @@ def test_a_file_that_is_no_model_is_no_boundary(case, tmp_path, mini_hybrid):
 
 def test_how_weights_are_loaded_changes_no_difference(case, mini_hybrid):
     """Whether weights are file pages or not, in the page cache or not, the arms differ by the same, which is their KV less the masks."""
-    saved = []
+    saved, kv_saved = [], 0
     for mode, is_cold in itertools.product(("none", "mmap"), (False, True)):
         rows = []
         for arm in (measure.Arm("full"), None):
@@ -137,9 +137,11 @@ def test_how_weights_are_loaded_changes_no_difference(case, mini_hybrid):
             rows.append(case(4096, arm, load_mode=mode))
         full, short = rows
         assert (full.rss_file_peak_bytes > 17 * MIB) == (mode == "mmap")  # libraries, and 3 MiB of weights
-        saved.append(full.peak_bytes - short.peak_bytes)
-    assert max(saved) - min(saved) < MIB
-    assert 0 < full.kv_bytes - short.kv_bytes - min(saved) < 3 * MIB
+        # how many file pages are mapped depends on the page cache: the row keeps them apart
+        kv_saved = full.kv_bytes - short.kv_bytes
+        saved.append(full.rss_anon_peak_bytes - short.rss_anon_peak_bytes)
+    # one of the server's threads takes 1.2 MiB or does not, from start to start
+    assert all(kv_saved - 3 * MIB < n_bytes < kv_saved + 1.3 * MIB for n_bytes in saved), (saved, kv_saved)
 
 
 def test_the_order_of_arms_changes_no_peak(case):
