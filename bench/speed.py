@@ -6,7 +6,8 @@ Three arms of the same source and flags, interleaved so that a slow minute of th
     off        ours without a policy
     policy     ours with half of the KV heads at a window (in each layer another half)
 
-Each round runs every arm once, in an order that rotates; the figures are medians over rounds of ratios within a round.
+Each round runs every arm once, in an order that rotates; the figures are medians over rounds of ratios within a round. An empty
+cache takes little time, so it gets four rounds for each at the depth.
 The attention part of decoding is the time of a token at a depth less that at depth 0. Its ideal is the share of cells
 that is attended: windows of 512 keep 512 cells, their rings attend a few more (the ubatch that writes, and padding).
 
@@ -93,16 +94,18 @@ def main():
         "n_prefill": N_PREFILL, "n_decode": N_DECODE, "n_ubatch": N_UBATCH, "type_kv": "f16", "flash_attn": True,
     }
     seconds = {}  # (round, arm, depth) -> (prefill, decode) seconds per token
-    runs = [(i, arms[(i + k) % 3], depth) for i in range(args.rounds) for depth in (0, args.depth) for k in range(3)]
+    n_rounds = {0: 4 * args.rounds, args.depth: args.rounds}
+    runs = [(i, arms[(i + k) % 3], depth) for depth, n in n_rounds.items() for i in range(n) for k in range(3)]
+    runs.sort(key=lambda run: run[0] / n_rounds[run[2]])  # spread over the whole time alike
     with open(RESULTS, "a") as rows:
         for i, arm, depth in tqdm(runs, desc="llama-bench", unit="run"):
             prefill, decode = seconds[i, arm, depth] = bench(arm, model, policy_path, depth, args.threads, args.cpus)
             rows.write(json.dumps({**about, "round": i, "arm": arm, "depth": depth, "prefill_s_per_token": prefill, "decode_s_per_token": decode}) + "\n")
             rows.flush()
 
-    def ratio(value, arm, depth=None):
+    def ratio(value, arm, depth):
         """Median over rounds of value(arm) / value(upstream)."""
-        return statistics.median(value(i, arm, depth) / value(i, "upstream", depth) for i in range(args.rounds))
+        return statistics.median(value(i, arm, depth) / value(i, "upstream", depth) for i in range(n_rounds[depth]))
 
     def prefill(i, arm, depth):
         return seconds[i, arm, depth][0]
@@ -110,15 +113,15 @@ def main():
     def decode(i, arm, depth):
         return seconds[i, arm, depth][1]
 
-    def attention(i, arm, _):
-        return decode(i, arm, args.depth) - decode(i, arm, 0)
+    def attention(i, arm, depth):
+        return decode(i, arm, depth) - statistics.median(decode(k, arm, 0) for k in range(n_rounds[0]))
 
     table = Table(title=f"{model.name}, time as a multiple of upstream's (less is faster), {args.rounds} rounds")
     for heading in ("", "off", "policy"):
         table.add_column(heading, justify="right" if heading else "left")
     for name, value, depth in (("prefill, empty cache", prefill, 0), ("decode, empty cache", decode, 0),
                                (f"prefill at depth {args.depth}", prefill, args.depth), (f"decode at depth {args.depth}", decode, args.depth),
-                               ("attention part of decode", attention, None)):
+                               ("attention part of decode", attention, args.depth)):
         table.add_row(name, *[f"{ratio(value, arm, depth):.3f}" for arm in arms[1:]])
     n_ctx = args.depth + max(N_PREFILL, N_DECODE)
     shape = predict(geometry, policy, n_ctx, n_ubatch=N_UBATCH)

@@ -5,25 +5,28 @@
     >>> policy = Policy.load("policy.json")
     >>> policy.check(geometry)
 
-``Llama`` is llama_cpp.Llama on our libllama with one more argument, ``policy``.
-It is imported on first use, because it needs the native build.
+``Llama`` is llama_cpp.Llama on our libllama with one more argument, ``policy``, and
+``calibrate`` finds a policy for a model. Both are imported on first use, because they
+need the native build.
 """
+
+import importlib
 
 from .errors import HwkvError
 from .geometry import ModelGeometry
 from .policy import Policy
 
 __version__ = "0.1.0"
-__all__ = ["HwkvError", "Llama", "ModelGeometry", "Policy"]
+__all__ = ["HwkvError", "Llama", "ModelGeometry", "Policy", "calibrate"]
+
+_NATIVE = {"Llama": ".llama", "calibrate": ".calibration"}
 
 
 def __getattr__(name):
-    if name == "Llama":
-        from .llama import Llama
-
-        return Llama
+    if name in _NATIVE:
+        return getattr(importlib.import_module(_NATIVE[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__():
-    return sorted([*globals(), "Llama"])
+    return sorted([*globals(), *_NATIVE])

@@ -4,6 +4,7 @@ import argparse
 import importlib
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -40,14 +41,14 @@ def main(argv=None):
 
 
 def build_parser(argv=()):
-    """The parser. Commands from `serve` on bring their own options, so their modules are imported only for them."""
+    """The parser."""
     parser = argparse.ArgumentParser(
         prog="hwkv", description="Per-KV-head windows for llama.cpp's KV cache. A policy gives each KV head of a model a"
         " window of recent tokens, or all of them; the server keeps only what the windows can see.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="The usual order:\n"
-               "  hwkv info model.gguf                                              what can be configured\n"
-               "  hwkv policy make uniform model.gguf --window 1024 -o policy.json\n"
+               "  hwkv info model.gguf                        what can be configured\n"
+               "  hwkv calibrate model.gguf -o policy.json\n"
                "  hwkv embed model.gguf policy.json -o model-hwkv.gguf\n"
                "  hwkv serve model-hwkv.gguf -- -c 32768")
     parser.add_argument("--version", action="version", version=f"hwkv {__version__}")
@@ -85,15 +86,14 @@ def build_parser(argv=()):
     command.add_argument("model", type=Path, metavar="MODEL", help="GGUF file")
     _output_flag(command)
 
+    # these bring their own options, so their modules are imported only for them
     wanted = next((word for word in argv if not word.startswith("-")), None)
-    for name, text in (("serve", "run llama-server on a model, with a policy"),
-                       ("plan", "predict what a server would take, and the largest context that fits"),
-                       ("bench", "measure memory, speed and capacity of fresh servers"),
-                       ("report", "tables and figures from measurements"),
-                       ("demo", "see the saving on a small real model, end to end")):
-        command = commands.add_parser(name, help=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, module, text in (("calibrate", "calibration", "find a policy for a model"),
+                               ("serve", "serve", "run llama-server on a model, with a policy"),
+                               ("demo", "demo", "see the saving on a small real model, end to end")):
+        command = commands.add_parser(name, help=text, formatter_class=_HelpFormatter)
         if name == wanted:
-            module = importlib.import_module(f".{name}", __package__)
+            module = importlib.import_module(f".{module}", __package__)
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     return parser
@@ -101,7 +101,7 @@ def build_parser(argv=()):
 
 def _add_policy_commands(policies):
     make = policies.add_parser("make", help="make a policy by hand", formatter_class=_HelpFormatter,
-                               description="Hand-made policies, to start with or to compare with.",
+                               description="Hand-made policies and baselines, to start with or to compare with.",
                                epilog="example:\n  hwkv policy make uniform model.gguf --window 1024 -o policy.json")
     kinds = make.add_subparsers(title="kinds", metavar="KIND", required=True)
 
@@ -112,10 +112,28 @@ def _add_policy_commands(policies):
         return command
 
     command = kind("uniform", run_make_uniform, "the same window for every KV head", "A window counts the token itself.",
-                   "hwkv policy make uniform model.gguf --window 512 --keep-full 0,1,17:2 -o policy.json")
-    command.add_argument("--window", type=_tokens, required=True, metavar="N", help="tokens that every KV head keeps")
+                   "hwkv policy make uniform model.gguf --window 512 --keep-full 0,1,17:2 -o policy.json\n"
+                   "  hwkv policy make uniform model.gguf --retention 0.5 -c 8192 -o policy.json")
+    _window_flags(command)
+    _sink_flag(command, 0)
     command.add_argument("--keep-full", type=_heads, default=[], metavar="L[:H],...",
                          help="KV heads (layer:head) or whole layers that stay full")
+
+    command = kind("streaming", run_make_streaming, "StreamingLLM: the first tokens and a window for every KV head",
+                   "The method of Xiao et al. 2023 (arXiv 2309.17453).",
+                   "hwkv policy make streaming model.gguf --window 1024 --sink 4 -o policy.json")
+    _window_flags(command)
+    _sink_flag(command, 4)
+
+    command = kind("random", run_make_random, "windows drawn by chance, as a control",
+                   "Every KV head draws one of the windows, all with the same chance. Under a budget, heads draw in random order"
+                   " among the windows that still fit, and again upwards, until none can take its next longer window.",
+                   "hwkv policy make random model.gguf --windows 256,1024,full --seed 1 -o policy.json")
+    command.add_argument("--windows", type=_row, required=True, metavar="ROW", help='windows to draw from, as "256,1024,full"')
+    command.add_argument("--seed", type=_number(0, "a seed"), default=0, metavar="N",
+                         help="the same seed draws the same (default: %(default)s)")
+    _sink_flag(command, 0)
+    _budget_flags(command, command.add_mutually_exclusive_group())
 
     command = kind("matrix", run_make_matrix, "windows from a file",
                    'One row per configurable layer, in order; one cell per KV head: "full" or a number of tokens. CSV, or JSON'
@@ -197,7 +215,24 @@ def run_make_uniform(args):
     from . import handmade
     from .geometry import ModelGeometry
 
-    _write_policy(args, handmade.uniform(ModelGeometry.from_gguf(args.model), args.window, args.keep_full))
+    geometry = ModelGeometry.from_gguf(args.model)
+    _write_policy(args, _of_window(args, geometry, lambda window: handmade.uniform(geometry, window, args.keep_full, args.sink)))
+
+
+def run_make_streaming(args):
+    from . import handmade
+    from .geometry import ModelGeometry
+
+    geometry = ModelGeometry.from_gguf(args.model)
+    _write_policy(args, _of_window(args, geometry, lambda window: handmade.streaming(geometry, window, args.sink)))
+
+
+def run_make_random(args):
+    from . import handmade
+    from .geometry import ModelGeometry
+
+    geometry = ModelGeometry.from_gguf(args.model)
+    _write_policy(args, handmade.random_windows(geometry, args.windows, args.seed, args.sink, _budget(args, geometry)))
 
 
 def run_make_matrix(args):
@@ -342,12 +377,62 @@ def _json_flag(command):
     command.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _tokens(text):
-    from .policy import MAX_WINDOW
+def _sink_flag(command, default):
+    command.add_argument("--sink", type=_number(0, "a number of tokens"), default=default, metavar="N",
+                         help="first tokens that every KV head keeps, too (default: %(default)s)")
 
-    if not (text.isascii() and text.isdigit() and len(text) <= 20 and 1 <= int(text) <= MAX_WINDOW):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number of tokens from 1 to {MAX_WINDOW}")
-    return int(text)
+
+def _window_flags(command):
+    group = command.add_mutually_exclusive_group(required=True)
+    group.add_argument("--window", type=_tokens, metavar="N", help="tokens that every KV head keeps")
+    _budget_flags(command, group)
+
+
+def _budget_flags(command, group):
+    group.add_argument("--retention", type=float, metavar="R",
+                       help="share of the cells to keep at the context of -c, 0 to 1: as much as fits")
+    group.add_argument("--budget-bytes", type=_bytes, metavar="N", help="KV bytes to allocate there, as 1500000000 or 1.5GiB")
+    command.add_argument("-c", "--ctx-size", type=_tokens, metavar="N",
+                         help="context of --retention or --budget-bytes, with F16 K and V and one sequence (default: the trained one)")
+
+
+def _budget(args, geometry):
+    from .budget import Budget
+
+    if args.retention is None and args.budget_bytes is None:
+        if args.ctx_size is not None:
+            raise HwkvError("-c is the context of --retention or --budget-bytes; neither is given")
+        return None
+    return Budget(args.ctx_size or geometry.n_ctx_train, args.retention, args.budget_bytes)
+
+
+def _of_window(args, geometry, make):
+    """make(window) for the --window, or for the largest within the budget."""
+    from . import handmade
+
+    budget = _budget(args, geometry)
+    return make(args.window) if budget is None else handmade.largest(geometry, budget, make)
+
+
+def _number(low, what):
+    def parse(text):
+        from .policy import MAX_WINDOW
+
+        if not (text.isascii() and text.isdigit() and len(text) <= 20 and low <= int(text) <= MAX_WINDOW):
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {what} from {low} to {MAX_WINDOW}")
+        return int(text)
+
+    return parse
+
+
+_tokens = _number(1, "a number of tokens")
+
+
+def _bytes(text):
+    found = re.fullmatch(r"([0-9]{1,20}(?:\.[0-9]{1,9})?)(KiB|MiB|GiB)?", text, re.ASCII)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number of bytes, KiB, MiB or GiB, as 1500000000 or 1.5GiB")
+    return int(float(found[1]) * {None: 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[found[2]])
 
 
 def _row(text):

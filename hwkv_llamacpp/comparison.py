@@ -106,7 +106,7 @@ class Section:
         found = {}
         for row in self.rows:
             if row.policy_fingerprint and row.arm not in found:
-                found[row.arm] = Policy({il: tuple(windows) for il, _, windows in row.kv_layers})
+                found[row.arm] = Policy({il: tuple(windows) for il, _, windows in row.kv_layers}, row.n_sink)
         return found
 
     def of(self, arm, n_ctx):
@@ -252,7 +252,7 @@ def ideal(base, pair):
 def ideal_kv(base, pair):
     """Gain at which the nominal KV bytes of the policy are those of the reference at its boundary."""
     def n_bytes(row, n):
-        return sum(size * min(n, window or n) for _, size, windows in row.kv_layers for window in windows)
+        return sum(size * min(n, window + row.n_sink if window else n) for _, size, windows in row.kv_layers for window in windows)
 
     target = n_bytes(base.rows[0], base.last_success)
     low, high = 1, 2**26

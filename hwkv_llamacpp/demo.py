@@ -1,7 +1,7 @@
 """`hwkv demo`: the main job, end to end, on a small real model.
 
-Embeds a hand-made policy into SmolLM2-135M-Instruct, serves it with the real llama-server, and asks two questions about a text that is
-longer than the windows; once with full KV and once under the policy.
+Calibrates a policy for SmolLM2-135M-Instruct on a short trace, embeds it, serves the model with the real llama-server, and asks two
+questions about a text that is longer than the windows; once with full KV and once under the policy.
 """
 
 import random
@@ -12,25 +12,27 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from . import handmade, testmodels
+from . import pareto, testmodels
+from .calibration import calibrate
 from .embed import embed
 from .footprint import predict
 from .geometry import ModelGeometry
 from .native import ROOT
+from .seqcalib import Settings
 from .server import LlamaServer, ServerOptions
 
 MIB = 2**20
 N_CTX = 8192
-WINDOW = 512
-# Chosen by hand: these KV heads keep the last WINDOW tokens, the others all. Windows on layers 5 to 7, or on most heads of the upper
-# layers, cost this small model the fact at the start of the text.
-WINDOWED = {**{layer: (0, 1, 2) for layer in (0, 1, 2, 3, 4, 8, 9, 10, 11)}, 12: (0,), 16: (0, 2), 19: (1,)}
+N_TRACE = 2048
+BUDGET = 0.6
+SETTINGS = Settings(taus=(0.95, 0.98, 0.99), sinks=(4,), n_queries=64)
 QUESTIONS = ("What is the name of the harbour master's dog?", "What colour is my new boat?")
 
 
 def add_arguments(parser):
-    parser.description = (f"Fetches SmolLM2-135M-Instruct, embeds a hand-made policy, and serves it at a context of {N_CTX:,} tokens with "
-                          "full KV and under the policy. Takes a few minutes on two cores.")
+    parser.description = (f"Fetches SmolLM2-135M-Instruct, calibrates a policy on a short trace, embeds it, and serves the model at a context"
+                          f" of {N_CTX:,} tokens with full KV and under the policy. Takes several minutes on two cores; run again, it"
+                          " finds the calibration done.")
     parser.epilog = "example:\n  hwkv demo"
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "demo", metavar="DIR", help="folder for the files (default: %(default)s)")
 
@@ -52,13 +54,14 @@ def run(args):
     args.output.mkdir(parents=True, exist_ok=True)
     source = testmodels.smollm2()
     geometry = ModelGeometry.from_gguf(source)
-    policy = handmade.pattern(geometry, by_layer={
-        layer.layer: [WINDOW if head in WINDOWED[layer.layer] else None for head in range(layer.n_head_kv)]
-        for layer in geometry.configurable if layer.layer in WINDOWED})
+    console.print(f"Calibrating on three traces of {N_TRACE:,} tokens ...")
+    result = calibrate(source, args.output / "calibration", n_tokens=N_TRACE, settings=SETTINGS, budget=BUDGET, n_ctx=N_CTX)
+    pareto.print_table(result.records, result.selected)
+    policy = result.selected.policy
     policy_path, model = args.output / "policy.json", args.output / "SmolLM2-135M-Instruct-hwkv.gguf"
     policy.save(policy_path)
     embed(source, policy, model, force=True)
-    console.print(f"Embedded a hand-made policy (calibration does not exist yet): {policy.summary(geometry)}.")
+    console.print(f"Embedded the policy {policy.summary(geometry)}.")
 
     full_kv_bytes = predict(geometry, None, N_CTX).kv_bytes
     arms = {}
@@ -71,9 +74,11 @@ def run(args):
             arms[name] = measure(server, full_kv_bytes)
 
     full, policy_arm = arms.values()
-    table = Table(title=f"SmolLM2-135M-Instruct, context {N_CTX:,}, prompt of {full.n_prompt:,} tokens, windows of {WINDOW}")
+    table = Table(title=f"SmolLM2-135M-Instruct, context {N_CTX:,}, prompt of {full.n_prompt:,} tokens")
     for heading in ("", *arms, "policy / full"):
         table.add_column(heading, justify="left" if not heading else "right")
+    table.add_row(f"KV cells kept at {N_CTX:,} tokens", "1.000", f"{policy.retention(N_CTX, geometry):.3f}", "")
+    table.add_row("KL against full KV, held-out text", "0", f"{result.selected.distortion['kl']:.4f} nats", "")
     table.add_row("full KV would take", *[f"{full_kv_bytes / MIB:.1f} MiB"] * 2, "")
     row(table, "KV allocated", full.kv_bytes, policy_arm.kv_bytes, "MiB", MIB)
     if full.rss_bytes and policy_arm.rss_bytes:
@@ -85,9 +90,7 @@ def run(args):
         console.print(f"Q: {question}")
         for name, arm in arms.items():
             console.print(f"   {name:8s} {arm.answers[i]}", markup=False)
-    console.print(f"The policy is hand-made, from trials on this text: {sum(map(len, WINDOWED.values()))} KV heads keep {WINDOW} tokens, the "
-                  "others all. It stands in until calibration can find each head's window.")
-    console.print(f"Files: {model}\n       {policy_path}\n       {args.output / 'llama-server-embedded.log'}", markup=False, soft_wrap=True)
+    console.print(f"Files: {model}\n       {policy_path}\n       {args.output / 'llama-server-embedded.log'}\n       {args.output / 'calibration'}", markup=False, soft_wrap=True)
 
 
 def measure(server, full_kv_bytes):

@@ -4,12 +4,12 @@ The rule is the runtime's own, so prediction and allocation agree to the byte:
 
     n_ctx_seq    = n_ctx padded to 256 (unified), or its n_seq_max-th part padded to 256
     cells(full)  = n_ctx_seq
-    cells(w)     = min(n_ctx_seq, pad256(w + n_ubatch))
-                   where n sequences share one ring (unified, n > 1), (w + 64) * n instead of w
+    cells(w)     = min(n_ctx_seq, pad256(w + n_sink + n_ubatch))
+                   where n sequences share one ring (unified, n > 1), (w + n_sink + 64) * n instead of w + n_sink
     K of a layer = row_size(type_k, heads * head_dim_k) * cells * streams, V likewise
 
-One group is one cache: all heads of one window, over all layers. A window of n_ctx_seq
-or more is full. Without FlashAttention V is stored transposed, and its rows are padded
+One group is one cache: all heads of one window, over all layers. A window w is full
+if w + n_sink >= n_ctx_seq: no query is beyond it. Without FlashAttention V is stored transposed, and its rows are padded
 to the widest layer of the group. Only configurable layers are counted: the model's own
 sliding-window cache and recurrent state stay what they are.
 """
@@ -90,8 +90,10 @@ def predict(geometry, policy=None, n_ctx=0, *, n_batch=2048, n_ubatch=512, n_seq
     sharing = n_seq_max if unified else 1  # sequences in one ring
     slack = DRAFT_SLACK if sharing > 1 or n_ubatch < DRAFT_SLACK * n_seq_max else 0
 
+    n_sink = policy.n_sink if policy else 0
+
     def group(window, members):
-        cells = n_ctx_seq if window is None else min(n_ctx_seq, pad((window + slack) * sharing + n_ubatch))
+        cells = n_ctx_seq if window is None else min(n_ctx_seq, pad((window + n_sink + slack) * sharing + n_ubatch))
         widest_v = max(heads * layer.head_dim_v for layer, heads in members)
         return Group(window, cells, streams, tuple(
             (layer.layer, heads, cells * streams * (
@@ -101,7 +103,7 @@ def predict(geometry, policy=None, n_ctx=0, *, n_batch=2048, n_ubatch=512, n_seq
 
     members = {}  # window -> [(layer, heads)]
     for layer in geometry.configurable:
-        row = [None if w is None or w >= n_ctx_seq else w
+        row = [None if w is None or w + n_sink >= n_ctx_seq else w
                for w in (policy.row(layer) if policy else (None,) * layer.n_head_kv)]
         for window in dict.fromkeys(row):
             members.setdefault(window, []).append((layer, row.count(window)))

@@ -1,4 +1,5 @@
-"""Policies made by hand: the same window everywhere, a matrix, or a pattern per layer.
+"""Policies made by hand, and the baselines that a calibrated policy is compared with: the same window everywhere,
+StreamingLLM, random windows, a matrix, or a pattern per layer.
 
 Each takes a ModelGeometry and returns a Policy that fits it. What it was made from stands
 in its provenance.
@@ -6,13 +7,17 @@ in its provenance.
 
 import csv
 import json
+import math
+import random
+from bisect import bisect_left
+from dataclasses import replace
 from pathlib import Path
 
 from .errors import HwkvError
 from .policy import FULL, MAX_FILE_BYTES, Policy
 
 
-def uniform(geometry, window, keep_full=()):
+def uniform(geometry, window, keep_full=(), n_sink=0):
     """One window for every KV head. keep_full: (layer, KV head) pairs that stay full; head None is the whole layer."""
     rows = {layer.layer: [window] * layer.n_head_kv for layer in _configurable(geometry)}
     for il, head in keep_full:
@@ -23,7 +28,64 @@ def uniform(geometry, window, keep_full=()):
         for i in range(len(rows[il])) if head is None else (head,):
             rows[il][i] = None
     kept = [f"{il}" if head is None else f"{il}:{head}" for il, head in keep_full]
-    return _policy(geometry, rows, {"method": "uniform", "window": window, **({"keep_full": kept} if kept else {})})
+    return _policy(geometry, rows, {"method": "uniform", "window": window, **({"keep_full": kept} if kept else {})}, n_sink)
+
+
+def streaming(geometry, window, n_sink=4):
+    """StreamingLLM (Xiao et al. 2023, arXiv 2309.17453): every KV head keeps the first n_sink tokens and a window."""
+    rows = {layer.layer: [window] * layer.n_head_kv for layer in _configurable(geometry)}
+    return _policy(geometry, rows, {"method": "streaming", "window": window}, n_sink)
+
+
+def random_windows(geometry, windows, seed, n_sink=0, budget=None):
+    """Every KV head draws one of the windows, all with the same chance; the same seed draws the same.
+
+    With a Budget all heads begin with the shortest window. In random order each draws among the windows, from its own
+    upwards, with which the whole still fits; and so again, until no head can take its next longer window.
+    HwkvError if the shortest window does not fit.
+    """
+    Policy({0: windows})  # refuses what is no window, drawn or not
+    windows = sorted(windows, key=lambda w: math.inf if w is None else w)
+    chance = random.Random(seed).random  # the same numbers in every version of Python
+    rows = {layer.layer: [windows[0]] * layer.n_head_kv for layer in _configurable(geometry)}
+    shown = {"method": "random", "windows": format_row(windows), "seed": seed}
+    if budget is None:
+        rows = {il: [windows[int(chance() * len(windows))] for _ in row] for il, row in rows.items()}
+    else:
+        _draw_within(budget, geometry, rows, windows, chance, n_sink)
+        shown |= budget.describe()
+    return _policy(geometry, rows, shown, n_sink)
+
+
+def _draw_within(budget, geometry, rows, windows, chance, n_sink):
+    def fits(row, head, window):
+        before, row[head] = row[head], window
+        held = budget.holds(geometry, Policy(rows, n_sink))
+        row[head] = before
+        return held
+
+    shortest = Policy(rows, n_sink)
+    if not budget.holds(geometry, shortest):
+        raise HwkvError(f"the shortest window, {format_row(windows[:1])}, does not fit: it is {budget.shows(geometry, shortest)}")
+    heads = sorted(((row, head, 0) for row in rows.values() for head in range(len(row))), key=lambda _: chance())
+    while heads:  # those that may still be raised, and the index of their window
+        raised = []
+        for row, head, low in heads:
+            n_fit = bisect_left(range(low + 1, len(windows)), True, key=lambda i: not fits(row, head, windows[i]))
+            index = low + int(chance() * (n_fit + 1))
+            row[head] = windows[index]
+            if index < low + n_fit:  # otherwise never again: what does not fit now fits even less later
+                raised.append((row, head, index))
+        heads = raised
+
+
+def largest(geometry, budget, make):
+    """make(window) with the largest window that fits into the Budget. HwkvError if not even a window of 1 token does."""
+    window = bisect_left(range(1, budget.n_ctx + 1), True, key=lambda w: not budget.holds(geometry, make(w)))
+    if not window:
+        raise HwkvError(f"no window fits: 1 token per KV head is {budget.shows(geometry, make(1))}")
+    policy = make(window)
+    return replace(policy, provenance={**policy.provenance, **budget.describe()})
 
 
 def matrix(geometry, path):
@@ -78,10 +140,10 @@ def _configurable(geometry):
     return geometry.configurable
 
 
-def _policy(geometry, rows, provenance):
+def _policy(geometry, rows, provenance, n_sink=0):
     policy = Policy(rows, model=geometry.describe(), provenance={**provenance, "made_by": "hand"})
-    policy.check(geometry)
-    return policy
+    policy.check(geometry)  # before the sinks: a policy may be made, shown and counted that the runtime does not keep yet
+    return replace(policy, n_sink=n_sink)
 
 
 def _check_lengths(geometry, rows, source):

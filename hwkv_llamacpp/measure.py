@@ -103,6 +103,7 @@ def describe(kind, arm, n_ctx, settings, geometry, round_=0, step=None):
     row.model_sha256, row.n_ctx_train = machine.file_sha256(settings.model), geometry.n_ctx_train
     row.policy = arm.path.name if policy else None
     row.policy_fingerprint = policy.fingerprint(geometry.n_layer) if policy else None
+    row.n_sink = policy.n_sink if policy else 0
     row.retention = policy.retention(n_ctx, geometry) if policy else 1.0
     row.kv_layers = [[x.layer, (x.head_dim_k + x.head_dim_v) * 2, list(policy.row(x) if policy else (None,) * x.n_head_kv)]
                      for x in geometry.configurable]

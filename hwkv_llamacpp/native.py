@@ -100,6 +100,10 @@ def bind(lib):
         function.argtypes = [ctypes.c_void_p, text, ctypes.c_size_t]
         function.restype = ctypes.c_int32
 
+    # int32_t llama_hwkv_select(struct llama_model * model, const char * value, char * err, size_t n_err);
+    lib.llama_hwkv_select.argtypes = [ctypes.c_void_p, text, text, ctypes.c_size_t]
+    lib.llama_hwkv_select.restype = ctypes.c_int32
+
 
 def lib():
     """The ctypes library, with every call of llama.h and llama-hwkv.h declared."""
@@ -123,6 +127,14 @@ def _register(function, argument):
     if function(argument, name, len(name), error, len(error)) != 0:
         raise HwkvError(error.value.decode(errors="replace"))
     return name.value.decode()
+
+
+def select(model, policy):
+    """Contexts that are created on the model (a llama_model pointer) from now on follow a Policy, None for full KV, or "calibrate"."""
+    value = policy if isinstance(policy, str) else "off" if policy is None else register(policy.to_json())
+    error = ctypes.create_string_buffer(1024)
+    if lib().llama_hwkv_select(model, value.encode(), error, len(error)) != 0:
+        raise HwkvError(error.value.decode(errors="replace"))
 
 
 def active(ctx):

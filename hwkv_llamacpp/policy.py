@@ -31,6 +31,7 @@ class Policy:
 
     layers: {layer: (window of KV head 0, of KV head 1, ...)}; a window is a positive
     number of tokens, or None for full ("full" is taken, too).
+    n_sink: first positions of a sequence that every windowed head keeps besides its window.
     model: which model it was made for, as ModelGeometry.describe() gives it.
     provenance: how it was made; any JSON object.
     HwkvError if a value is not what it should be.
@@ -161,8 +162,6 @@ class Policy:
                 raise HwkvError(f"{source}: lists layer {il}, which cannot take windows: {layer.reason}")
             if len(row) != layer.n_head_kv:
                 raise HwkvError(f"{source}: layer {il} has {len(row)} windows, the model has {layer.n_head_kv} KV heads there")
-        if self.n_sink:
-            raise HwkvError(f"{source}: key 'n_sink' is {self.n_sink}, 0 expected: this version's runtime keeps no sinks")
 
     def row(self, layer):
         """Windows of the KV heads of a Layer, full where the policy does not list it."""

@@ -48,6 +48,7 @@ class Row:
     n_ctx_train: int | None = None
     policy: str | None = None          # file name
     policy_fingerprint: str | None = None
+    n_sink: int = 0
     retention: float | None = None     # nominal, at n_ctx
     kv_layers: list | None = None      # [layer, F16 K and V bytes of one KV head and token, windows], configurable layers
     arguments: list | None = None      # of llama-server, without folders

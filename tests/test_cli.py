@@ -14,7 +14,8 @@ from hwkv_llamacpp import Policy
 from hwkv_llamacpp.embed import read_policy
 
 COMMANDS = [("info",), ("policy",), ("policy", "make"), ("policy", "make", "uniform"), ("policy", "make", "matrix"),
-            ("policy", "make", "pattern"), ("policy", "show"), ("policy", "check"), ("embed",), ("extract",), ("serve",), ("demo",)]
+            ("policy", "make", "streaming"), ("policy", "make", "random"), ("policy", "make", "pattern"),
+            ("policy", "show"), ("policy", "check"), ("embed",), ("extract",), ("serve",), ("demo",)]
 
 
 @pytest.fixture
@@ -68,6 +69,26 @@ def test_from_a_model_to_a_model_with_a_policy(hwkv, mini_hybrid, tmp_path):
     code, text, _ = hwkv("policy", "show", policy, "-m", mini_hybrid, "--plot", picture)
     assert code == 0 and picture.exists()
     assert re.search(r"^ +3 +full +64 +64 +64", text, re.MULTILINE)
+
+
+def test_baselines(hwkv, model):
+    def made(*words):
+        code, out, err = hwkv("policy", "make", words[0], model, *words[1:])
+        assert (code, err) == (0, "")
+        return Policy.from_json(out)
+
+    assert made("streaming", "--window", 1020) == made("streaming", "--window", 1020, "--sink", 4)
+    assert made("streaming", "--retention", 0.25, "-c", 4096).layers == made("streaming", "--window", 1020).layers
+    # 512 bytes a cell: 4 MiB for the full head, and three times 1280 cells for a window of 768 and the micro-batch
+    policy = made("uniform", "--budget-bytes", "6MiB", "-c", 8192, "--keep-full", "0:1")
+    assert policy.layers == {0: (768, None), 2: (768, 768)} and policy.n_sink == 0
+    assert made("uniform", "--window", 64, "--sink", 2).n_sink == 2
+    assert made("uniform", "--retention", 0.5).layers[0] == (16384, 16384)  # of the trained context
+    policy = made("random", "--windows", "256,1024,full", "--retention", 0.5, "-c", 8192, "--seed", 3, "--sink", 4)
+    assert 0.3 < policy.retention(8192) <= 0.5
+    assert policy.provenance == {"method": "random", "windows": "256,1024,full", "seed": 3, "retention": 0.5, "n_ctx": 8192,
+                                 "made_by": "hand"}
+    assert made("random", "--windows", "256,1024,full") == made("random", "--windows", "256,1024,full", "--seed", 0)
 
 
 # machine-readable output
@@ -134,7 +155,7 @@ FAILURES = [
     ("info D/none", 1, "error: D/none: cannot read: No such file or directory"),
     ("info P", 1, "error: P: not a GGUF file: it starts with b'{\\n  ', not b'GGUF'"),
     ("info D", 1, "error: D: cannot read: Is a directory"),
-    ("policy make uniform M", 2, "the following arguments are required: --window"),
+    ("policy make uniform M", 2, "one of the arguments --window --retention --budget-bytes is required"),
     ("policy make uniform M --window 0", 2, "argument --window: '0' is not a number of tokens from 1 to 2147483647"),
     ("policy make uniform M --window -5", 2, "argument --window: '-5' is not a number of tokens"),
     ("policy make uniform M --window 1.5", 2, "argument --window: '1.5' is not a number of tokens from 1 to 2147483647"),
@@ -149,6 +170,19 @@ FAILURES = [
     ("policy make uniform M --window 9 -o P", 1, "error: P: exists already; --force replaces it"),
     ("policy make uniform M --window 9 -o D", 1, "error: D: cannot write: it is a folder"),
     ("policy make uniform M --window 9 -o P/below", 1, "error: P/below: cannot write: Not a directory"),
+    ("policy make uniform M --window 9 --retention 0.5", 2, "argument --retention: not allowed with argument --window"),
+    ("policy make uniform M --window 9 -c 4096", 1, "error: -c is the context of --retention or --budget-bytes; neither is given"),
+    ("policy make uniform M --retention 1.5", 1, "error: a budget has a retention of 1.5, above 0 and at most 1 expected"),
+    ("policy make uniform M --retention x", 2, "argument --retention: invalid float value: 'x'"),
+    ("policy make uniform M --budget-bytes 4GB", 2, "argument --budget-bytes: '4GB' is not a number of bytes, KiB, MiB or GiB"),
+    ("policy make uniform M --retention 0.1 -c 5", 1,
+     "error: no window fits: 1 token per KV head is a retention of 0.2 at 5 tokens, at most 0.1 expected"),
+    ("policy make streaming M --window 9 --sink -1", 2, "argument --sink: '-1' is not a number of tokens from 0 to 2147483647"),
+    ("policy make random M", 2, "the following arguments are required: --windows"),
+    ("policy make random M --windows 9,x", 2, "argument --windows: \"x\" is neither \"full\" nor a number of tokens"),
+    ("policy make random M --windows 9,full --seed x", 2, "argument --seed: 'x' is not a seed from 0 to 2147483647"),
+    ("policy make random M --windows 0,full", 1, 'error: policy: window 0 of layer 0 is 0, "full" or 1 to 2147483647 tokens expected'),
+    ("policy make random M --windows 9,full --retention 0.5 --budget-bytes 1GiB", 2, "not allowed with argument --retention"),
     ("policy make matrix M", 2, "the following arguments are required: --matrix"),
     ("policy make matrix M --matrix D/none.csv", 1, "error: D/none.csv: cannot read: No such file or directory"),
     ("policy make matrix M --matrix D", 1, "error: D: cannot read: Is a directory"),
@@ -193,11 +227,14 @@ def test_failures(hwkv, model, saved, mini_hybrid, tmp_path, line, code, message
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_sinks_are_refused_by_this_version(hwkv, model, tmp_path):
-    Policy({0: [1, 1]}, n_sink=4).save(tmp_path / "p.json")
-    assert hwkv("policy", "check", model, tmp_path / "p.json") == (
-        1, "", f"error: {tmp_path}/p.json: key 'n_sink' is 4, 0 expected: this version's runtime keeps no sinks\n")
-    assert hwkv("policy", "show", tmp_path / "p.json")[0] == 0
+def test_sinks_count_as_kept_cells(hwkv, model, tmp_path):
+    cells = {}
+    for n_sink in (0, 400):
+        Policy({0: [1, 1]}, n_sink=n_sink).save(tmp_path / "p.json")
+        code, out, _ = hwkv("policy", "check", model, tmp_path / "p.json", "-c", 4096, "--json")
+        assert code == 0
+        cells[n_sink] = json.loads(out)["groups"][1]["cells"]
+    assert cells == {0: 768, 400: 1024}
 
 
 # as a process

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from answers import TOP, Answer, assert_same, difference
-from needle import needle_prompt
+from minilang import needle_prompt
 
 from hwkv_llamacpp import ModelGeometry, Policy, handmade, native, testmodels
 from hwkv_llamacpp.demo import diary

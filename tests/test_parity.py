@@ -23,7 +23,7 @@ import pytest
 
 import reference
 from hwkv_llamacpp import HwkvError, Policy, testmodels
-from needle import needle_prompt, noise
+from minilang import needle_prompt, noise
 from reference import random_models
 
 try:

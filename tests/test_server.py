@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from answers import ask, assert_same, difference, from_reply, is_same
-from needle import needle_prompt
+from minilang import needle_prompt
 
 from hwkv_llamacpp import ModelGeometry, handmade, native, testmodels
 from hwkv_llamacpp.demo import diary

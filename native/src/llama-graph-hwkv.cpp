@@ -19,6 +19,10 @@ llm_graph_hwkv::llm_graph_hwkv(
     mctx(mctx) {
     const auto & mem = mctx->get_mem();
 
+    if (auto * lw = mem.get_layerwise()) {
+        lw->graph_begin();
+    }
+
     for (uint32_t ig = 0; ig < mem.n_groups(); ++ig) {
         const auto * kv = mctx->get_kv(ig);
 
@@ -55,7 +59,7 @@ void llm_graph_hwkv::set_input(const llama_ubatch * ubatch) {
             kv->set_input_v_idxs(g.v_idxs, ubatch);
         }
         if (g.kq_mask->buffer) {
-            kv->set_input_kq_mask(g.kq_mask, ubatch, causal);
+            mctx->get_mem().set_input_kq_mask(ig, g.kq_mask, ubatch, causal);
         }
         if (g.k_rot && g.k_rot->buffer) {
             kv->set_input_k_rot(g.k_rot);
@@ -68,6 +72,10 @@ void llm_graph_hwkv::set_input(const llama_ubatch * ubatch) {
 
 bool llm_graph_hwkv::can_reuse(const llm_graph_params & params, const llama_memory_hwkv_context * mctx_new) {
     mctx = mctx_new;
+
+    if (mctx->get_mem().get_layerwise()) {
+        return false;
+    }
 
     for (uint32_t ig = 0; ig < groups.size(); ++ig) {
         if (groups[ig].k_idxs->ne[0] != params.ubatch.n_tokens ||
@@ -182,6 +190,13 @@ ggml_tensor * llm_graph_hwkv::build_attn(
         }
     }
 
+    // K and V of a layer that is windowed by a policy: not the model's own windows, nor a layer that attends another one's
+    auto * lw = k_cur && !mctx->get_mem().is_native_swa(parts[0].ig) ? mctx->get_mem().get_layerwise() : nullptr;
+
+    if (lw) {
+        lw->on_stored(il, ggml_graph_n_nodes(g.gf), q_cur, sinks, kq_scale);
+    }
+
     // the outputs of each run of KV heads, [n_embd_head_v*n_gqa*run.n, n_tokens]
     std::vector<std::pair<uint32_t, ggml_tensor *>> outs;
 
@@ -224,6 +239,10 @@ ggml_tensor * llm_graph_hwkv::build_attn(
     ggml_tensor * cur = outs[0].second;
 
     g.cb(cur, "kqv_out", il);
+
+    if (lw) {
+        lw->on_attended(il, cur);
+    }
 
     if (v_rot) {
         cur = llama_mul_mat_hadamard(ctx0, cur, v_rot);

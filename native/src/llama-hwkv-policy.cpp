@@ -596,7 +596,7 @@ std::string llama_hwkv_policy_register(llama_hwkv_policy_ptr policy) {
     return id;
 }
 
-static llama_hwkv_policy_ptr hwkv_policy_registered(const std::string & id) {
+llama_hwkv_policy_ptr llama_hwkv_policy_registered(const std::string & id) {
     std::lock_guard<std::mutex> lock(hwkv_registry_mutex);
 
     const auto it = hwkv_registry.find(id);
@@ -632,7 +632,7 @@ llama_hwkv_policy_ptr llama_hwkv_policy_load(llama_model_loader & ml, const llam
 
     llama_hwkv_policy_ptr res =
         value == "embedded" ? hwkv_policy_from_gguf(ml.metadata, "embedded hwkv policy") :
-        value[0] == '@'     ? hwkv_policy_registered(value) :
+        value[0] == '@'     ? llama_hwkv_policy_registered(value) :
                               llama_hwkv_policy_from_file(value);
 
     if (res) {

@@ -49,6 +49,9 @@ struct llama_hwkv_policy {
     std::string architecture;
     uint32_t    n_layer = 0;
 
+    // not a policy to serve: see llama_hwkv_calibrate()
+    bool calibrate = false;
+
     uint32_t n_sink = 0;
 
     // model layer -> window of each KV head, LLAMA_HWKV_FULL or positive; layers that are not listed are full
@@ -77,6 +80,9 @@ llama_hwkv_policy_ptr llama_hwkv_policy_from_file(const std::string & path);
 
 // keep a policy for this process; returns the value for the kv override
 std::string llama_hwkv_policy_register(llama_hwkv_policy_ptr policy);
+
+// the policy registered as "@<id>"; throws if there is none
+llama_hwkv_policy_ptr llama_hwkv_policy_registered(const std::string & id);
 
 // the policy of a model that is being loaded, checked against it: from the kv override, else from the GGUF
 // nullptr if there is none or it is off

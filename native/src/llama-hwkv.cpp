@@ -7,6 +7,7 @@
 
 #include "../vendor/nlohmann/json.hpp"
 
+#include <algorithm>
 #include <cstdio>
 #include <exception>
 #include <stdexcept>
@@ -70,6 +71,133 @@ int32_t llama_hwkv_table(const llama_context * ctx, char * buf, size_t n) {
     }
 
     return hwkv_copy(res, buf, n);
+}
+
+int32_t llama_hwkv_select(llama_model * model, const char * value, char * err, size_t n_err) {
+    try {
+        llama_hwkv_policy_ptr policy;
+
+        if (std::string(value) == "calibrate") {
+            auto res = std::make_shared<llama_hwkv_policy>();
+
+            res->source    = "calibration";
+            res->calibrate = true;
+
+            policy = std::move(res);
+        } else if (std::string(value) != "off") {
+            policy = llama_hwkv_policy_registered(value);
+            policy->check(*model);
+        }
+
+        model->hwkv = std::move(policy);
+
+        return 0;
+    } catch (const std::exception & e) {
+        hwkv_copy(e.what(), err, n_err);
+        return -1;
+    }
+}
+
+//
+// calibration
+//
+
+static llama_hwkv_layerwise & hwkv_layerwise(const llama_context * ctx) {
+    auto * res = llama_hwkv_layerwise_of(ctx->get_memory());
+
+    GGML_ASSERT(res && "the context is not one for calibration");
+
+    return *res;
+}
+
+static size_t hwkv_values(const std::vector<float> & values, float * dst) {
+    if (dst) {
+        std::copy(values.begin(), values.end(), dst);
+    }
+
+    return values.size();
+}
+
+void llama_hwkv_layer_windows(llama_context * ctx, int32_t layer, int32_t n_sink, const int32_t * windows, int32_t n_windows) {
+    hwkv_layerwise(ctx).set_windows(layer, n_sink, { windows, windows + n_windows });
+}
+
+void llama_hwkv_layer_samples(llama_context * ctx, const llama_seq_id * seq_id, const llama_pos * pos, int32_t n_samples) {
+    std::vector<std::pair<llama_seq_id, llama_pos>> samples;
+
+    for (int32_t i = 0; i < n_samples; ++i) {
+        samples.emplace_back(seq_id[i], pos[i]);
+    }
+
+    hwkv_layerwise(ctx).set_samples(std::move(samples));
+}
+
+int32_t llama_hwkv_layer_run(llama_context * ctx, llama_batch batch, int32_t layer_from, int32_t layer_to, char * err, size_t n_err) {
+    auto & lw = hwkv_layerwise(ctx);
+
+    int32_t res = 0;
+
+    try {
+        // the cells are taken once more, in the same order; K and V of the layers before stay in them
+        llama_memory_clear(llama_get_memory(ctx), false);
+
+        lw.begin(layer_from, layer_to);
+
+        res = llama_decode(ctx, batch);
+
+        if (res != 0) {
+            throw std::runtime_error("decoding failed with " + std::to_string(res));
+        }
+    } catch (const std::exception & e) {
+        hwkv_copy(e.what(), err, n_err);
+        res = -1;
+    }
+
+    lw.end();
+
+    return res;
+}
+
+size_t llama_hwkv_layer_q(const llama_context * ctx, float * dst) {
+    return hwkv_values(hwkv_layerwise(ctx).get().q, dst);
+}
+
+size_t llama_hwkv_layer_out(const llama_context * ctx, float * dst) {
+    return hwkv_values(hwkv_layerwise(ctx).get().out, dst);
+}
+
+size_t llama_hwkv_layer_sinks(const llama_context * ctx, float * dst) {
+    return hwkv_values(hwkv_layerwise(ctx).get().sinks, dst);
+}
+
+float llama_hwkv_layer_scale(const llama_context * ctx) {
+    return hwkv_layerwise(ctx).get().scale;
+}
+
+float llama_hwkv_layer_softcap(const llama_context * ctx) {
+    const auto & hparams = ctx->get_model().hparams;
+
+    return hparams.attn_soft_cap ? hparams.f_attn_logit_softcapping : 0.0f;
+}
+
+int32_t llama_hwkv_layer_kv(const llama_context * ctx, int32_t layer, int32_t head_kv, llama_seq_id seq_id, int32_t n_pos, float * k, float * v) {
+    return hwkv_memory(ctx)->read_head(layer, head_kv, seq_id, n_pos, k, v) ? 0 : -1;
+}
+
+int32_t llama_hwkv_layer_save(llama_context * ctx) {
+    return hwkv_layerwise(ctx).save();
+}
+
+void llama_hwkv_layer_restore(llama_context * ctx, int32_t id) {
+    hwkv_layerwise(ctx).restore(id);
+}
+
+void llama_hwkv_layer_drop(llama_context * ctx, int32_t id) {
+    hwkv_layerwise(ctx).drop(id);
+}
+
+size_t llama_hwkv_layer_kept(const llama_context * ctx) {
+    return hwkv_layerwise(ctx).n_bytes();
 }
 
 int32_t llama_hwkv_layers(const llama_model * model, char * buf, size_t n) {

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cassert>
 #include <cstdlib>
+#include <cstring>
 #include <limits>
 #include <set>
 #include <stdexcept>
@@ -24,11 +25,28 @@ static bool hwkv_env(const char * name) {
     return value && atoi(value) != 0;
 }
 
+// no query in a context of n_ctx_seq positions is beyond such a window
+static bool hwkv_is_full(const llama_hwkv_policy & policy, int32_t window, uint32_t n_ctx_seq) {
+    return window == LLAMA_HWKV_FULL || (uint64_t) window + policy.n_sink >= n_ctx_seq;
+}
+
 //
 // llama_memory_hwkv::group
 //
 
+llama_pos llama_memory_hwkv::group::seq_pos_min(llama_seq_id seq_id) const {
+    const auto & seq_pos = kv->get_cells(seq_id).seq_pos_get(seq_id);
+    const auto   it      = seq_pos.lower_bound({ n_sink, 0 });
+
+    return it == seq_pos.end() ? -1 : it->first;
+}
+
 llama_pos llama_memory_hwkv::group::needed(llama_pos p0) const {
+    // it sees sink tokens only
+    if (p0 <= n_sink) {
+        return std::numeric_limits<llama_pos>::max();
+    }
+
     llama_pos res = 0;
 
     switch (swa_type) {
@@ -44,11 +62,11 @@ llama_pos llama_memory_hwkv::group::needed(llama_pos p0) const {
     }
 
     // at least the predecessor, so that a group never runs empty before the others
-    return std::max(0, std::min(res, p0 - 1));
+    return std::max(n_sink, std::min(res, p0 - 1));
 }
 
 llama_pos llama_memory_hwkv::group::resumable(llama_pos pos) const {
-    if (pos <= 0) {
+    if (pos <= n_sink) {
         return 1;
     }
 
@@ -91,11 +109,14 @@ const llama_memory_params & params,
     //   ubatch, this many positions per sequence stay beyond the window
     const uint32_t n_slack = n_seq_ring > 1 || cparams.n_ubatch < LLAMA_HWKV_N_SLACK*cparams.n_seq_max ? LLAMA_HWKV_N_SLACK : 0;
 
-    // a window that covers the context is no window
     const auto window_of = [&](uint32_t il, uint32_t ih) {
+        if (policy->calibrate) {
+            return (int32_t) ih; // only tells the groups apart
+        }
+
         const int32_t w = policy->window(il, ih);
 
-        return w == LLAMA_HWKV_FULL || (uint32_t) w >= n_ctx_seq ? LLAMA_HWKV_FULL : w;
+        return hwkv_is_full(*policy, w, n_ctx_seq) ? LLAMA_HWKV_FULL : w;
     };
 
     // the layer whose K and V layer il attends
@@ -120,10 +141,10 @@ const llama_memory_params & params,
     }
 
     // rings as large as the context, with the same masks: a reference for tests
-    const bool full_ring = hwkv_env("LLAMA_HWKV_FULL_RING");
+    const bool full_ring = policy->calibrate || hwkv_env("LLAMA_HWKV_FULL_RING");
 
-    const auto ring_size = [&](uint32_t w) {
-        const uint64_t n_cells = GGML_PAD(((uint64_t) w + n_slack)*n_seq_ring + cparams.n_ubatch, 256);
+    const auto ring_size = [&](const group & g) {
+        const uint64_t n_cells = GGML_PAD(((uint64_t) g.window + g.n_sink + n_slack)*n_seq_ring + cparams.n_ubatch, 256);
 
         return full_ring ? n_ctx_seq : (uint32_t) std::min<uint64_t>(n_ctx_seq, n_cells);
     };
@@ -135,6 +156,7 @@ const llama_memory_params & params,
         auto g = std::make_unique<group>();
 
         g->window   = w;
+        g->n_sink   = w == LLAMA_HWKV_FULL ? 0 : policy->n_sink;
         g->swa_type = w == LLAMA_HWKV_FULL ? LLAMA_SWA_TYPE_NONE : LLAMA_SWA_TYPE_STANDARD;
         g->hparams  = hparams;
 
@@ -200,6 +222,17 @@ const llama_memory_params & params,
         }
     }
 
+    if (policy->calibrate) {
+        layerwise = std::make_unique<llama_hwkv_layerwise>();
+
+        for (auto & g : groups) {
+            if (!g->native_swa) {
+                g->window   = LLAMA_HWKV_FULL;
+                g->swa_type = LLAMA_SWA_TYPE_NONE;
+            }
+        }
+    }
+
     const layer_reuse_cb reuse = [&](int32_t il) {
         return source_of(il) == (uint32_t) il ? -1 : (int32_t) source_of(il);
     };
@@ -214,9 +247,9 @@ const llama_memory_params & params,
         uint32_t n_cells = n_ctx_seq;
 
         if (g.native_swa) {
-            n_cells = params.swa_full ? n_ctx_seq : ring_size(g.window);
+            n_cells = params.swa_full ? n_ctx_seq : ring_size(g);
         } else if (g.window != LLAMA_HWKV_FULL) {
-            n_cells = ring_size(g.window);
+            n_cells = ring_size(g);
         }
 
         g.kv = std::make_unique<llama_kv_cache>(
@@ -239,6 +272,7 @@ const llama_memory_params & params,
                 /* name_tag  */ format("hwkv%u_", ig).c_str());
 
         g.kv->n_slack = n_slack;
+        g.kv->n_sink  = g.n_sink;
     }
 
     if (has_recr) {
@@ -298,11 +332,12 @@ llama_memory_context_ptr llama_memory_hwkv::init_batch(llama_batch_allocr & ball
     std::vector<split_type> types;
 
     if (mem_recr) {
-        types = { embd_all ? SPLIT_SEQ : SPLIT_EQUAL };
-    } else if (unified) {
-        types = { SPLIT_SIMPLE, SPLIT_EQUAL };
+        types.push_back(embd_all ? SPLIT_SEQ : SPLIT_EQUAL);
     } else {
-        types = { SPLIT_EQUAL };
+        if (unified) {
+            types.push_back(SPLIT_SIMPLE);
+        }
+        types.push_back(SPLIT_EQUAL);
     }
 
     for (const auto type : types) {
@@ -406,16 +441,16 @@ void llama_memory_hwkv::trim_shared(uint32_t ig) {
 
         for (uint32_t s = 0; s < pos_rm.size(); ++s) {
             if (cells.seq_has(i, s) &&
-                llama_hparams::is_masked_swa(g.window, g.swa_type, cells.pos_get(i), std::max(cells.pos_get(i), cells.seq_pos_max(s) + 1 - kv.n_slack))) {
+                llama_hparams::is_masked_swa(g.window, g.swa_type, g.n_sink, cells.pos_get(i), std::max(cells.pos_get(i), cells.seq_pos_max(s) + 1 - kv.n_slack))) {
                 pos_rm[s] = std::max(pos_rm[s], cells.pos_get(i));
             }
         }
     }
 
-    // all positions in [pos_min, pos_max] stay present, so what lies below goes with them
+    // all positions in [pos_min, pos_max] stay present, so what lies below goes with them, but for the sink tokens
     for (uint32_t s = 0; s < pos_rm.size(); ++s) {
         if (pos_rm[s] >= 0) {
-            kv.seq_rm(s, 0, pos_rm[s] + 1);
+            kv.seq_rm(s, g.n_sink, pos_rm[s] + 1);
         }
     }
 }
@@ -451,7 +486,7 @@ void llama_memory_hwkv::clear(bool data) {
 
 bool llama_memory_hwkv::can_resume(llama_seq_id seq_id, llama_pos p0) const {
     return std::all_of(groups.begin(), groups.end(), [&](const auto & g) {
-        return g->swa_type == LLAMA_SWA_TYPE_NONE || g->kv->seq_pos_min(seq_id) <= g->needed(p0);
+        return g->swa_type == LLAMA_SWA_TYPE_NONE || g->seq_pos_min(seq_id) <= g->needed(p0);
     });
 }
 
@@ -579,7 +614,7 @@ llama_pos llama_memory_hwkv::seq_pos_min(llama_seq_id seq_id) const {
     llama_pos res = std::max(0, seq_pos_first(seq_id));
 
     for (const auto & g : groups) {
-        const llama_pos pos_min = g->kv->seq_pos_min(seq_id);
+        const llama_pos pos_min = g->seq_pos_min(seq_id);
 
         if (pos_min > 0) {
             res = std::max(res, g->resumable(pos_min) - 1);
@@ -807,7 +842,7 @@ size_t llama_memory_hwkv::checkpoint_bytes() const {
         }
 
         for (const auto & layer : g.kv->layers) {
-            res += std::min<size_t>(g.window, g.kv->get_size())*row_size(layer.il, g.hparams.n_head_kv(layer.il));
+            res += std::min<size_t>((size_t) g.window + g.n_sink, g.kv->get_size())*row_size(layer.il, g.hparams.n_head_kv(layer.il));
         }
     }
 
@@ -830,6 +865,9 @@ std::vector<std::string> llama_memory_hwkv::table() const {
     size_t bytes = 0;
 
     res.push_back(format("hwkv policy %s from %s", llama_hwkv_hex(policy->fingerprint(model.hparams.n_layer_all)).c_str(), policy->source.c_str()));
+    if (policy->n_sink > 0) {
+        res.push_back(format("besides its window, each head keeps the first %u positions of a sequence", policy->n_sink));
+    }
     res.push_back("    window | layers | KV heads |    cells |        MiB");
 
     for (uint32_t ig = 0; ig < groups.size(); ++ig) {
@@ -915,6 +953,77 @@ llama_memory_recurrent * llama_memory_hwkv::get_recr() const {
 
 bool llama_memory_hwkv::is_native_swa(uint32_t ig) const {
     return groups[ig]->native_swa;
+}
+
+llama_hwkv_layerwise * llama_memory_hwkv::get_layerwise() const {
+    return layerwise.get();
+}
+
+bool llama_memory_hwkv::read_head(uint32_t il, uint32_t ih, llama_seq_id seq_id, uint32_t n_pos, float * k, float * v) const {
+    GGML_ASSERT(layerwise && ih < groups.size());
+
+    const auto & kv     = *groups[ih]->kv;
+    const auto   stream = kv.seq_to_stream[seq_id];
+    const auto & cells  = kv.v_cells[stream];
+    const auto & layer  = kv.layers[kv.map_layer_ids.at(il)];
+
+    const auto read = [&](ggml_tensor * t, uint32_t n_embd, uint32_t i, float * dst) {
+        const auto to_float = ggml_get_type_traits(t->type)->to_float;
+
+        std::vector<uint8_t> row(ggml_row_size(t->type, n_embd));
+
+        ggml_backend_tensor_get(t, row.data(), i*t->nb[1], row.size());
+
+        if (t->type == GGML_TYPE_F32) {
+            memcpy(dst, row.data(), row.size());
+        } else {
+            to_float(row.data(), dst, n_embd);
+        }
+    };
+
+    const uint32_t n_embd_k = model.hparams.n_embd_head_k(il);
+    const uint32_t n_embd_v = model.hparams.n_embd_head_v(il);
+
+    uint32_t n_found = 0;
+
+    for (uint32_t i = 0; i < cells.size(); ++i) {
+        if (cells.is_empty(i) || !cells.seq_has(i, seq_id)) {
+            continue;
+        }
+
+        const llama_pos pos = cells.pos_get(i);
+
+        if (pos < 0 || (uint32_t) pos >= n_pos) {
+            return false;
+        }
+
+        read(layer.k_stream[stream], n_embd_k, i, k + (size_t) pos*n_embd_k);
+        read(layer.v_stream[stream], n_embd_v, i, v + (size_t) pos*n_embd_v);
+
+        n_found++;
+    }
+
+    return n_found == n_pos;
+}
+
+void llama_memory_hwkv::set_input_kq_mask(uint32_t ig, ggml_tensor * dst, const llama_ubatch * ubatch, bool causal) const {
+    auto & kv = *groups[ig]->kv;
+
+    const auto window = layerwise && !groups[ig]->native_swa ? layerwise->window(ig) : LLAMA_HWKV_FULL;
+
+    if (window != LLAMA_HWKV_FULL) {
+        kv.swa_type = LLAMA_SWA_TYPE_STANDARD;
+        kv.n_swa    = window;
+        kv.n_sink   = layerwise->n_sink();
+    }
+
+    kv.set_input_kq_mask(dst, ubatch, causal);
+
+    if (window != LLAMA_HWKV_FULL) {
+        kv.swa_type = LLAMA_SWA_TYPE_NONE;
+        kv.n_swa    = 0;
+        kv.n_sink   = 0;
+    }
 }
 
 const std::vector<llama_memory_hwkv::part> & llama_memory_hwkv::get_parts(uint32_t il) const {
@@ -1045,6 +1154,12 @@ const llama_memory_recurrent_context * llama_memory_hwkv_context::get_recr() con
     return static_cast<const llama_memory_recurrent_context *>(ctx_recr.get());
 }
 
+llama_hwkv_layerwise * llama_hwkv_layerwise_of(const llama_memory_i * memory) {
+    const auto * mem = dynamic_cast<const llama_memory_hwkv *>(memory);
+
+    return mem ? mem->get_layerwise() : nullptr;
+}
+
 //
 // llama_memory_hwkv_create
 //
@@ -1080,11 +1195,11 @@ const llama_memory_params & params,
 
     for (const auto & [il, row] : policy->rows) {
         for (const int32_t w : row) {
-            is_full = is_full && (w == LLAMA_HWKV_FULL || (uint32_t) w >= cparams.n_ctx_seq);
+            is_full = is_full && hwkv_is_full(*policy, w, cparams.n_ctx_seq);
         }
     }
 
-    if (is_full && !force) {
+    if (is_full && !force && !policy->calibrate) {
         LLAMA_LOG_INFO("%s: every window of the hwkv policy covers the context (%u positions), the usual KV cache is used\n", __func__, cparams.n_ctx_seq);
         return nullptr;
     }
@@ -1098,8 +1213,8 @@ const llama_memory_params & params,
     if (!why.empty()) {
         refuse(model.arch_name() + ": " + why);
     }
-    if (policy->n_sink > 0) {
-        refuse(format("n_sink is %u, this build supports 0 only", policy->n_sink));
+    if (policy->calibrate && !cparams.flash_attn) {
+        refuse("calibration needs FlashAttention");
     }
     if (!cparams.causal_attn) {
         refuse("a context with non-causal attention has no windows of past tokens");

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "llama-hwkv-layerwise.h"
 #include "llama-hwkv-policy.h"
 
 #include "llama-batch.h"
@@ -24,6 +25,8 @@ struct llama_cparams;
 //   group  full  (n_ctx cells)    layer 3: heads 0 3     layer 7: head  1
 //   group  512   (ring of cells)  layer 3: heads 1 2     layer 7: heads 0 3
 //   group  1024  (ring of cells)                         layer 7: head  2
+//
+// sink tokens, the first n_sink positions of a sequence, stay in the rings as long as the sequence has them
 //
 // plus the model's own sliding-window cache and its recurrent memory where it has them. this one class stands in for
 //   llama_kv_cache, llama_kv_cache_iswa, llama_memory_hybrid and llama_memory_hybrid_iswa
@@ -106,6 +109,15 @@ public:
 
     bool is_native_swa(uint32_t ig) const;
 
+    // nullptr unless this is for calibration: then each KV head of a layer has a group of its own, with room for all, and
+    //   the windows are masks only
+    llama_hwkv_layerwise * get_layerwise() const;
+
+    // K [n_embd_head_k] and V [n_embd_head_v] of the positions 0, 1, ... of a sequence. false if it has other positions
+    bool read_head(uint32_t il, uint32_t ih, llama_seq_id seq_id, uint32_t n_pos, float * k, float * v) const;
+
+    void set_input_kq_mask(uint32_t ig, ggml_tensor * dst, const llama_ubatch * ubatch, bool causal) const;
+
     // where the KV heads of a layer are kept
     const std::vector<part> & get_parts(uint32_t il) const;
 
@@ -124,6 +136,9 @@ private:
     struct group {
         int32_t window = LLAMA_HWKV_FULL; // as in the policy; n_swa for the model's own sliding window
 
+        // the policy's in groups with a window of the policy, 0 in others
+        llama_pos n_sink = 0;
+
         bool native_swa = false;
 
         llama_swa_type swa_type = LLAMA_SWA_TYPE_NONE;
@@ -133,10 +148,13 @@ private:
 
         std::unique_ptr<llama_kv_cache> kv;
 
-        // the lowest position that decoding at position p0 > 0 sees
+        // the lowest position that the sequence holds besides the sink tokens; -1 if there is none
+        llama_pos seq_pos_min(llama_seq_id seq_id) const;
+
+        // the lowest position that decoding at position p0 > 0 sees besides the sink tokens
         llama_pos needed(llama_pos p0) const;
 
-        // the lowest L > 0 such that needed(L) >= pos
+        // the lowest L > 0 such that needed() >= pos from there on
         llama_pos resumable(llama_pos pos) const;
     };
 
@@ -155,6 +173,8 @@ private:
     std::vector<std::vector<part>> parts; // [n_layer_all]
 
     std::unique_ptr<llama_memory_recurrent> mem_recr;
+
+    std::unique_ptr<llama_hwkv_layerwise> layerwise;
 
     bool can_resume(llama_seq_id seq_id, llama_pos p0) const;
 
@@ -238,6 +258,9 @@ private:
 
     void init_status();
 };
+
+// nullptr unless the memory is for calibration
+llama_hwkv_layerwise * llama_hwkv_layerwise_of(const llama_memory_i * memory);
 
 // the memory of a context whose policy windows anything; nullptr to go upstream's own way
 // throws with one sentence if the policy cannot be served in such a context

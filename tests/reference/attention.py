@@ -11,9 +11,12 @@ def attention(q, k, v, scale, windows, n_sink):
     """Attention output [T, n_head, d_v] in float32.
 
     q: [T, n_head, d_k]; k: [T, n_head_kv, d_k]; v: [T, n_head_kv, d_v]; token t stands at position t.
-    scale: factor on q k. windows: one per KV head, None for full. The query heads of a GQA group, which are
-    neighbours, share the window of their KV head. The softmax is taken over visible keys only.
+    scale: factor on q k. windows: one per KV head, None for full; or a function of q, k, v and scale that gives them.
+    The query heads of a GQA group, which are neighbours, share the window of their KV head. The softmax is taken over
+    visible keys only.
     """
+    if callable(windows):
+        windows = windows(q, k, v, scale)
     n_tokens, n_head_kv = k.shape[:2]
     if len(windows) != n_head_kv:
         raise ValueError(f"{len(windows)} windows for {n_head_kv} KV heads")

@@ -1,7 +1,9 @@
-"""Retrieval prompts in the language of tests/data/mini-hybrid-f16.gguf.
+"""Texts in the language of tests/data/mini-hybrid-f16.gguf: retrieval prompts, and a trace to calibrate on.
 
 A prompt states facts (" fox is 427."), each once, among noise, and ends with a question (" what is fox?"). The answer is three
 digits that only a head which still sees the fact can give. Every word, digit and mark is one token of that model.
+
+    python bench/minilang.py > trace.txt     four stories for `hwkv calibrate --trace-tokens 2048`
 """
 
 import re
@@ -52,3 +54,31 @@ def needle_prompt(seed, n_tokens, distance, n_facts=2):
         text += sentence
         length += count_tokens(sentence)
     return text + question, values[0]
+
+
+def story(seed, n_tokens):
+    """A text of n_tokens with two facts in its first half, and questions for them, with their answers, all over its second."""
+    rng = np.random.default_rng(seed)
+    keys = list(rng.permutation(KEYS)[:2])
+    values = ["".join(str(d) for d in rng.integers(0, 10, 3)) for _ in keys]
+    due = sorted(rng.integers(0, n_tokens // 2 - 40, len(keys)))
+    text, length, n_stated = "", 0, 0
+    while length < n_tokens:
+        which = rng.integers(len(keys))
+        if n_stated < len(keys) and length >= due[n_stated]:
+            sentence = f" {keys[n_stated]} is {values[n_stated]}."
+            n_stated += 1
+        elif length > n_tokens // 2 and rng.random() < 0.5:
+            sentence = f" what is {keys[which]}? {values[which]}."
+        else:
+            sentence = noise(rng)
+        if length + count_tokens(sentence) > n_tokens:
+            sentence = " the" * (n_tokens - length)
+        text += sentence
+        length += count_tokens(sentence)
+    return text
+
+
+if __name__ == "__main__":
+    # with the line's end each is 2048 tokens long
+    print("\n".join(story(seed, 2047) for seed in range(4)))

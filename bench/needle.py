@@ -1,0 +1,88 @@
+"""Does a policy still find far facts, where a uniform window of the same size does not?
+
+The mini hybrid answers prompts that state two facts and ask for one (bench/minilang.py), through the real llama-server: with full KV,
+under a policy, and under the uniform window that keeps as many cells. Greedy, exact three digits.
+
+    python bench/needle.py                                    policies/mini-hybrid/seqcalib.json
+    python bench/needle.py --policy other.json --prompts 5    quicker and rougher
+
+Rows append to bench/results/needle.jsonl, one per arm and prompt length; each stands alone.
+"""
+
+import argparse
+import datetime
+import hashlib
+import json
+from pathlib import Path
+
+from minilang import needle_prompt
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from hwkv_llamacpp import ModelGeometry, Policy, handmade, native
+from hwkv_llamacpp.budget import Budget
+from hwkv_llamacpp.server import LlamaServer, ServerOptions
+
+MODEL = native.ROOT / "tests" / "data" / "mini-hybrid-f16.gguf"
+POLICY = native.ROOT / "policies" / "mini-hybrid" / "seqcalib.json"
+RESULTS = Path(__file__).parent / "results" / "needle.jsonl"
+LENGTHS = {1024: (32, 64, 128, 256, 400, 700, 1000), 2048: (32, 64, 128, 256, 700, 1000, 2000)}  # prompt tokens: distances
+
+
+def accuracy(policy, lengths=LENGTHS, n_prompts=20):
+    """{prompt tokens: share of exact answers} of the mini hybrid under a Policy, None for full KV."""
+    path = "off"
+    if policy is not None:
+        path = native.ROOT / "build" / f"needle-{policy.fingerprint(8)}.json"
+        policy.save(path)
+    result = {}
+    with LlamaServer(ServerOptions(model=MODEL, policy=path, n_ctx=4096, n_ubatch=64, n_parallel=1, n_threads=1, flash_attn="on",
+                                   extra=("--cache-ram", "0", "--ctx-checkpoints", "0"))) as server:
+        for n_tokens, distances in lengths.items():
+            cases = [(seed, distance) for distance in distances for seed in range(n_prompts)]
+            right = 0
+            for seed, distance in tqdm(cases, desc=f"{n_tokens} tokens", leave=False):
+                prompt, answer = needle_prompt(1000 + seed, n_tokens, distance)
+                reply = server.post("/completion", {"prompt": prompt, "n_predict": 3, "temperature": 0, "cache_prompt": False})
+                right += reply["content"].strip() == answer
+            result[n_tokens] = right / len(cases)
+    return result
+
+
+def same_size(geometry, policy, n_tokens):
+    """The uniform policy that keeps as many cells as the policy at n_tokens, or a few less."""
+    return handmade.largest(geometry, Budget(n_tokens, retention=policy.retention(n_tokens, geometry)), lambda w: handmade.uniform(geometry, w))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policy", type=Path, default=POLICY, help="policy JSON (default: %(default)s)")
+    parser.add_argument("--prompts", type=int, default=20, help="prompts per distance (default: %(default)s)")
+    args = parser.parse_args()
+
+    geometry = ModelGeometry.from_gguf(MODEL)
+    policy = Policy.load(args.policy)
+    longest = max(LENGTHS)
+    uniform = same_size(geometry, policy, longest)
+    window = next(iter(uniform.layers.values()))[0]
+    RESULTS.parent.mkdir(exist_ok=True)
+    table = Table(title="exact answers of the mini hybrid, greedy, through llama-server")
+    for heading in ("", f"cells kept at {longest}", *(f"{n} tokens" for n in LENGTHS)):
+        table.add_column(heading, justify="right" if heading else "left")
+    for name, arm in (("full KV", None), ("policy", policy), (f"uniform window {window}", uniform)):
+        found = accuracy(arm, n_prompts=args.prompts)
+        retention = 1.0 if arm is None else arm.retention(longest, geometry)
+        table.add_row(name, f"{retention:.3f}", *(f"{share:.3f}" for share in found.values()))
+        with open(RESULTS, "a") as rows:
+            for n_tokens, share in found.items():
+                rows.write(json.dumps({
+                    "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "model": MODEL.name,
+                    "model_sha256": hashlib.sha256(MODEL.read_bytes()).hexdigest(), "arm": name, "retention": round(retention, 6),
+                    "policy_fingerprint": arm.fingerprint(geometry.n_layer) if arm else None, "n_prompt_tokens": n_tokens,
+                    "distances": LENGTHS[n_tokens], "prompts_per_distance": args.prompts, "accuracy": share}) + "\n")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Records of a calibration side by side: what each keeps, and what it costs in quality. Table and picture."""
+
+import io
+import sys
+
+from .atomic import replacing
+
+COLORS = ["#2f73a8", "#c8553d", "#4a9c6d", "#8a6fb0"]
+
+
+def print_table(records, selected=None):
+    """The records as a table on the terminal; the selected one is marked."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(caption="KL in nats against full KV, and top-1 agreement, on held-out text")
+    lengths = list(records[0].retention)
+    for heading in ("n_sink", "tau", *(f"kept at {n:,}" for n in lengths), "full heads", "score", "KL", "top-1", "seconds", ""):
+        table.add_column(heading, justify="right")
+    for r in records:
+        windows = [w for row in r.policy.layers.values() for w in row]
+        table.add_row(str(r.n_sink), f"{r.tau:g}", *(f"{r.retention[n]:.3f}" for n in lengths), f"{windows.count(None)} / {len(windows)}", f"{r.mean_score:.4f}",
+                      f"{r.distortion['kl']:.5f}", f"{r.distortion['top1']:.3f}", f"{r.seconds:.0f}", "selected" if r is selected else "")
+    # piped output keeps whole lines
+    Console(highlight=False, **({} if sys.stdout.isatty() else {"width": 160})).print(table)
+
+
+def plot(records, path, selected=None, title=None):
+    """Writes the picture as PNG: measured KL over retention at the longest recorded context."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    n = max(records[0].retention)
+    for color, n_sink in zip(COLORS * len(records), dict.fromkeys(r.n_sink for r in records)):
+        points = sorted(((r.retention[n], r.distortion["kl"], r) for r in records if r.n_sink == n_sink), key=lambda point: point[:2])
+        axes.plot([x for x, _, _ in points], [y for _, y, _ in points], color=color, marker="o", label=f"n_sink {n_sink}")
+        for x, y, r in points:
+            axes.annotate(f"{r.tau:g}" + (" (selected)" if r is selected else ""), (x, y), textcoords="offset points", xytext=(6, 4), fontsize=8)
+    axes.legend()
+    if all(r.distortion["kl"] > 0 for r in records):
+        axes.set_yscale("log")
+    axes.set_xlabel(f"share of KV cells kept at {n:,} tokens")
+    axes.set_ylabel("KL against full KV, nats")
+    axes.set_title(title or "")
+    axes.grid(alpha=0.3)
+    data = io.BytesIO()
+    figure.savefig(data, format="png", dpi=160, facecolor="white")
+    with replacing(path, overwrite=True) as file:
+        file.write(data.getvalue())
