@@ -14,6 +14,8 @@ import secrets
 import time
 from pathlib import Path
 
+import psutil
+
 from .errors import HwkvError
 
 
@@ -102,7 +104,8 @@ def memory_group(limit_bytes=None):
 
 def _control_group(limit_bytes):
     for parent, kind in _own_groups():
-        folder = parent / f"hwkv-{secrets.token_hex(4)}"
+        _remove_left(parent)
+        folder = parent / f"hwkv-{os.getpid()}-{secrets.token_hex(4)}"
         try:
             folder.mkdir()
         except OSError:
@@ -114,6 +117,15 @@ def _control_group(limit_bytes):
             pass
         folder.rmdir()
     return None
+
+
+def _remove_left(parent):
+    """Removes the groups of runs that were killed."""
+    for folder in parent.glob("hwkv-*-*"):
+        pid = folder.name.split("-")[1]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            with contextlib.suppress(OSError):  # its server is still ending
+                folder.rmdir()
 
 
 def _own_groups():

@@ -127,6 +127,17 @@ def test_the_kernels_kill_is_out_of_memory():
     assert not folder.exists()
 
 
+def test_a_group_that_a_killed_run_left_is_removed():
+    code = ("import os, signal\nfrom hwkv_llamacpp import memory_limit\nwith memory_limit.memory_group() as group:\n"
+            "    print(getattr(group, 'folder', ''), flush=True)\n    os.kill(os.getpid(), signal.SIGKILL)")
+    left = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
+    if not left:
+        pytest.skip("no control group can be made here")
+    assert Path(left).exists()
+    with memory_limit.memory_group():
+        assert not Path(left).exists()
+
+
 def test_address_space_limit_where_there_is_no_control_group(monkeypatch):
     monkeypatch.setattr(memory_limit, "_own_groups", lambda: [])
     with memory_limit.memory_group(256 * 2**20) as group:
