@@ -100,13 +100,13 @@ class Bench:
 
     def _check_machine(self, n_gpu_layers):
         build, weights = native.build_dir().name, self.planner.header.weight_bytes or 0
-        if n_gpu_layers and build.startswith("cpu"):
+        if n_gpu_layers and build in ("cpu", "cpu-debug"):
             raise HwkvError(f"-ngl {n_gpu_layers} asks for a GPU, and the build in use ({build}) has none: "
                             "run ./build.sh --cuda or --vulkan.")
         if n_gpu_layers and build.startswith("cuda") and not self.gpus:
             raise HwkvError(f"-ngl {n_gpu_layers} asks for a GPU, and NVML finds none on this machine.")
         limit = self.settings.memory_limit_bytes
-        if limit is not None and limit <= weights:
+        if limit is not None and limit <= weights and not n_gpu_layers:
             raise HwkvError(f"--memory-limit is {limit / MIB:,.1f} MiB, below the {weights / MIB:,.1f} MiB of the weights alone.")
         if self.kind == "capacity" and limit is None and not (self.gpus and n_gpu_layers):
             raise HwkvError("on a CPU the capacity needs --memory-limit, such as 3GiB: without one the machine itself would run out.")

@@ -167,10 +167,10 @@ class _Case:
     def _request(self):
         row, server, n_predict = self.row, self.server, self.settings.n_predict
         row.phase, self.phase_start = "prefill", len(server.log())
-        prompt = prompt_tokens(server, row.n_ctx - n_predict)
-        body = {"prompt": prompt, "n_predict": n_predict, "ignore_eos": True, "cache_prompt": False, "temperature": 0}
         last = None
         with self._deadline():
+            prompt = prompt_tokens(server, row.n_ctx - n_predict)
+            body = {"prompt": prompt, "n_predict": n_predict, "ignore_eos": True, "cache_prompt": False, "temperature": 0}
             for piece in server.stream("/completion", body, self.settings.timeout_s):
                 if row.phase == "prefill" and piece.get("tokens"):
                     row.phase = "decode"
