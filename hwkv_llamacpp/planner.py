@@ -16,7 +16,7 @@ from .geometry import ARCHITECTURES, PARALLEL, ModelGeometry
 from .gguf_file import GGUFFile, open_first_shard
 
 MIB = 2**20
-PARTS = ("weights", "KV", "own windows", "recurrent", "compute", "output", "process")
+PARTS = ("weights", "KV", "own windows", "other KV", "recurrent", "compute", "output", "process")
 HOST = ("Host", "CPU", "CPU_REPACK")  # buffer types in the machine's own memory
 SERVER_BYTES = 12 * MIB  # what llama-server itself holds at work: threads, request, sampler; 10 to 13 MiB on SmolLM2 and Gemma 3 270M
 
@@ -92,10 +92,13 @@ class Planner:
         if self._whole:
             context = replace(context, model=self._whole.name, policy=str(self.model) if context.policy == "embedded" else context.policy)
         found = dry_run.run(context)
-        kv_bytes = footprint.kv_bytes
-        if abs(sum(found["caches"]) - kv_bytes - (sliding or 0)) > 0.006 * MIB * len(found["caches"]):
+        # what no policy can configure, such as latent attention, has no formula here; a policy's own groups must be as the formula says
+        other = sum(found["caches"]) - footprint.kv_bytes - sliding
+        if abs(other) <= 0.006 * MIB * len(found["caches"]):
+            other = 0
+        elif footprint.active or other < 0:
             raise HwkvError(f"{self.model}: llama.cpp's dry run makes caches of {sum(found['caches']):,} bytes, the formula says "
-                            f"{kv_bytes + (sliding or 0):,}: please report this")
+                            f"{footprint.kv_bytes + sliding:,}: please report this")
         devices = {}
 
         def add(device, part, n_bytes):
@@ -118,6 +121,8 @@ class Planner:
         own = [layer.layer for layer in self.geometry.layers if layer.kind == "swa" and layer.layer in at]
         for layer in own:
             add(at[layer], "own windows", sliding // len(own))
+        for device in at.values() if other else ():
+            add(device, "other KV", other // len(at))
         recurrent = {int(layer): device for layer, device in found["recurrent_devices"].items()}
         for device in recurrent.values():
             add(device, "recurrent", found["recurrent"] // len(recurrent))
@@ -129,9 +134,8 @@ class Planner:
             add("host", "process", resident + SERVER_BYTES)
         else:
             add(next((name for name in devices if on_gpu and name != "host"), "host"), "process", process_bytes)
-        checkpoint = found["hwkv"].get("checkpoint_bytes") or (found["recurrent"] + (sliding or 0)) // context.n_parallel or None
+        checkpoint = found["hwkv"].get("checkpoint_bytes") or (found["recurrent"] + sliding) // context.n_parallel or None
         return Plan(context, footprint, devices, tuple(group_devices), ("process",), (), checkpoint)
-
 
 
 class Header:
@@ -172,6 +176,8 @@ class Header:
         keys = self._keys
         if n_layers == 0:
             return 0
+        if geometry.refusal:  # some of these keep more beside their states
+            return None
         if keys["shortconv.l_cache"]:
             values = keys["embedding_length"] * (keys["shortconv.l_cache"] - 1)
         elif keys["ssm.inner_size"]:

@@ -64,8 +64,8 @@ def test_layers_on_two_rpc_servers_give_the_local_logits(rpc_servers, mini_hybri
             answers[name] = ask(server, prompt)
             kv[name] = server.props()["hwkv"]
             log = server.log()
-    for device in ("RPC0", "RPC1"):  # both hold KV
-        assert re.search(rf"llama_kv_cache: +{device}\S* KV buffer size", log)
+    for address in rpc_servers.split(","):  # both hold KV
+        assert re.search(rf"llama_kv_cache: +RPC\d+\[{re.escape(address)}\] KV buffer size", log)
     assert kv["rpc"] == kv["local"] and kv["local"]["active"]
     largest, parted_at, _ = difference(answers["rpc"], answers["local"])
     assert parted_at is None and largest < 1e-3
