@@ -87,14 +87,14 @@ def add_arguments(parser):
 
     group = parser.add_argument_group("calibration")
     group.add_argument("--taus", type=_list(_threshold), metavar="T,...", help=f"thresholds (default: {','.join(f'{t:g}' for t in seqcalib.TAUS)})")
-    group.add_argument("--sink", type=_sinks, action="append", metavar="N",
+    group.add_argument("--sink", type=_from_zero, action="append", metavar="N",
                        help="first tokens that every window sees, may be given again to calibrate several numbers (default: 0)")
     group.add_argument("--windows", type=_list(_count), metavar="N,...", help="candidate windows in tokens (default: powers of two from 256 to half of the trace)")
     group.add_argument("--text", type=Path, action="append", default=[], metavar="FILE", help="text to calibrate on, may be given again (default: a mix that ships)")
     group.add_argument("--held-out-text", type=Path, action="append", default=[], metavar="FILE", help="text to measure on (default: the end of --text)")
     group.add_argument("--trace-tokens", type=_count, default=4096, metavar="N", help="length of each of up to three traces (default: %(default)s)")
     group.add_argument("--queries", type=_count, default=128, metavar="N", help="queries that are scored in each trace (default: %(default)s)")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of the choice of texts and queries (default: %(default)s)")
+    group.add_argument("--seed", type=_from_zero, default=0, metavar="N", help="of the choice of texts and queries (default: %(default)s)")
 
     group = parser.add_argument_group("runtime, as the model will be served")
     group.add_argument("-ub", "--ubatch-size", type=_count, default=512, metavar="N", help="physical batch size (default: %(default)s)")
@@ -174,7 +174,7 @@ def _count(text):
     return int(text)
 
 
-def _sinks(text):
+def _from_zero(text):
     if not (text.isascii() and text.isdigit() and int(text[:20]) < 2**31):
         raise _error(text, f"a number from 0 to {2**31 - 1}")
     return int(text)

@@ -72,6 +72,8 @@ class DistortionMeter:
             kl[rows] = np.einsum("ij,ij->i", np.exp(log_p), log_p - log_q, dtype=np.float64)
             same[rows] = log_p.argmax(axis=1) == log_q.argmax(axis=1)
             nll[rows], nll_full[rows] = (-log[np.arange(len(log)), self.targets[rows]] for log in (log_q, log_p))
+        if not np.isfinite(kl).all():
+            raise HwkvError("the logits on the held-out text hold values that are no numbers: the policy cannot be measured")
         return Distortion(kl.mean(), kl.std() / np.sqrt(n), np.percentile(kl, 99), same.mean(), nll.mean(), nll_full.mean(),
                           sum(map(len, self.texts)), n)
 

@@ -228,8 +228,6 @@ class _Run:
             if (scores.layer, scores.windows, len(scores.mean)) != (layer.layer, tuple(self.windows), layer.n_head_kv):
                 raise HwkvError(f"scores of layer {scores.layer} with {len(scores.mean)} KV heads and windows {list(scores.windows)}; layer"
                                 f" {layer.layer} with {layer.n_head_kv} and {self.windows} expected")
-            if not np.isfinite(scores.mean).all():
-                raise HwkvError("a score is not a number")
             return scores, seconds
 
         return _read(path, parse)
@@ -362,8 +360,11 @@ def _write(path, text):
 
 def _read(path, parse, advice="remove it, and it is made again"):
     """parse() of the JSON in a file of the run folder."""
+    def constant(name):
+        raise ValueError(f"{name} is not a JSON value")
+
     try:
-        return parse(json.loads(path.read_text(encoding="utf-8")))
+        return parse(json.loads(path.read_text(encoding="utf-8"), parse_constant=constant))
     except (HwkvError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"key {error} is missing" if isinstance(error, KeyError) else error
         raise HwkvError(f"{path}: not a file of this calibration: {reason}; {advice}") from None
