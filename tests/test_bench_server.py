@@ -40,7 +40,8 @@ def run(mini_hybrid, policy_path, tmp_path_factory):
     from hwkv_llamacpp.cli import main
 
     out = tmp_path_factory.mktemp("run") / "run.jsonl"
-    assert main(["bench", "memory", str(mini_hybrid), "--policy", str(policy_path), "-c", f"1024,{N_CTX}", "-r", "1", "-t", "1", "-ub", "128", "-n", "8", "-o", str(out)]) == 0
+    words = ["--policy", policy_path, "-c", f"1024,{N_CTX}", "-r", 1, "-t", 1, "-ub", 128, "-n", 8, "-o", out]
+    assert main(["bench", "memory", *map(str, [mini_hybrid, *words])]) == 0
     return [row for row in records.read(out) if row.step is None]
 
 
