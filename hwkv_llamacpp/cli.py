@@ -90,6 +90,9 @@ def build_parser(argv=()):
     wanted = next((word for word in argv if not word.startswith("-")), None)
     for name, module, text in (("calibrate", "calibration", "find a policy for a model"),
                                ("serve", "serve", "run llama-server on a model, with a policy"),
+                               ("plan", "plan", "predict what a server would take, and the largest context that fits"),
+                               ("bench", "bench", "measure memory, speed and capacity of fresh servers"),
+                               ("report", "report", "tables and figures from measurements"),
                                ("demo", "demo", "see the saving on a small real model, end to end")):
         command = commands.add_parser(name, help=text, formatter_class=_HelpFormatter)
         if name == wanted:

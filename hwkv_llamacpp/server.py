@@ -4,6 +4,7 @@
         answer = server.post("/completion", {"prompt": "Hello", "n_predict": 16})
 """
 
+import json
 import os
 import re
 import signal
@@ -69,10 +70,14 @@ class LlamaServer:
 
     LLAMA_ARG_* variables of the caller are not passed on: a server is what its options say. Raises HwkvError, with the exit
     cause, where the process does not come up, and TimeoutError where it neither answers nor ends.
+
+    For measurements: `setup` is called in the new process before it becomes the server, `launched` with its process id right after.
     """
 
-    def __init__(self, options, log_path=None):
+    def __init__(self, options, log_path=None, setup=None, launched=None):
         self.options = options
+        self.setup = setup
+        self.launched = launched
         if log_path is None:
             handle, log_path = tempfile.mkstemp(prefix="llama-server-", suffix=".log")
             os.close(handle)
@@ -98,8 +103,10 @@ class LlamaServer:
                 log.write(f"$ {' '.join(command)}\n")
                 log.flush()
                 self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                                                env=environment)
+                                                env=environment, preexec_fn=self.setup)
             try:
+                if self.launched:
+                    self.launched(self.process.pid)
                 self._wait_until_healthy()
                 return
             except HwkvError:
@@ -158,22 +165,48 @@ class LlamaServer:
         """The reply as a dict. Raises HwkvError for any status but 200 and for a process that ends meanwhile."""
         return self._send("POST", path, body, timeout)
 
+    def stream(self, path, body, timeout=600):
+        """As `post`, for a reply in pieces: yields each as a dict when it comes. The timeout is that of one piece."""
+        with self._request("POST", path, {**body, "stream": True}, timeout, stream=True) as reply:
+            try:
+                for line in reply.iter_lines():
+                    if line.startswith(b"data: ") and line != b"data: [DONE]":
+                        piece = json.loads(line[6:])
+                        if "error" in piece:
+                            raise HwkvError(f"llama-server answered {path} with an error: {str(piece['error'])[:200]}.")
+                        yield piece
+            except requests.RequestException:
+                raise self._lost(path) from None
+            except ValueError:
+                raise HwkvError(f"llama-server answered {path} with something else than JSON; its log is {self.log_path}.") from None
+
     def _send(self, method, path, body, timeout):
         try:
-            reply = requests.request(method, self.url + path, json=body, timeout=timeout)
+            return self._request(method, path, body, timeout).json()
+        except ValueError:
+            raise HwkvError(f"llama-server answered {path} with something else than JSON; its log is {self.log_path}.") from None
+
+    def _lost(self, path):
+        """The error for a connection that broke."""
+        try:
+            self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            return HwkvError(f"llama-server closed the connection on {path}; its log is {self.log_path}.")
+        return HwkvError(f"llama-server ended on {path}: {self.exit_cause()}; its log is {self.log_path}.")
+
+    def _request(self, method, path, body, timeout, stream=False):
+        """The reply, with status 200."""
+        try:
+            reply = requests.request(method, self.url + path, json=body, timeout=timeout, stream=stream)
         except requests.ConnectionError:
-            try:
-                self.process.wait(5)
-            except subprocess.TimeoutExpired:
-                raise HwkvError(f"llama-server closed the connection on {path}; its log is {self.log_path}.") from None
-            raise HwkvError(f"llama-server ended on {path}: {self.exit_cause()}; its log is {self.log_path}.") from None
+            raise self._lost(path) from None
         if reply.status_code != 200:
             try:
                 message = reply.json()["error"]["message"]
             except (ValueError, KeyError, TypeError):
                 message = reply.text.strip()[:200]
             raise HwkvError(f"llama-server answered {path} with status {reply.status_code}: {message.rstrip('.')}.")
-        return reply.json()
+        return reply
 
     def props(self):
         """GET /props; the key "hwkv" says what the grouped cache holds."""

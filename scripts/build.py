@@ -68,6 +68,7 @@ def main(argv):
     backend.add_argument("--vulkan", action="store_true", help="build for Vulkan")
     backend.add_argument("--metal", action="store_true", help="build for Apple GPUs")
     parser.add_argument("--cuda-arch", metavar="N", help="CUDA architecture, such as 90 (default: that of the visible GPU)")
+    parser.add_argument("--rpc", action="store_true", help="also build llama.cpp's RPC backend and ggml-rpc-server, to use devices of other machines")
     parser.add_argument("--debug", action="store_true", help="unoptimised, with assertions and debug information")
     parser.add_argument("--sanitize", action="store_true", help="ASan and UBSan: libllama and our test programs only")
     parser.add_argument("--upstream", action="store_true", help="build unpatched llama.cpp with the same flags, to compare with")
@@ -80,7 +81,7 @@ def main(argv):
         parser.error("--cuda-arch needs --cuda")
     if args.jobs < 1:
         parser.error("--jobs must be at least 1")
-    if args.sanitize and (args.cuda or args.vulkan or args.metal or args.upstream):
+    if args.sanitize and (args.cuda or args.vulkan or args.metal or args.rpc or args.upstream):
         parser.error("--sanitize works for our CPU build only")
     if args.rest and args.command == "env":
         parser.error("env takes no arguments")
@@ -369,6 +370,9 @@ def cmake_arguments(args, sanitize, pinned):
     if backend == "vulkan":
         arguments.append("-DGGML_VULKAN=ON")
     name = backend
+    if args.rpc and not sanitize:
+        name += "-rpc"
+        arguments.append("-DGGML_RPC=ON")
     if sanitize:
         name += "-sanitize"
         flags = "-O1 -g1 -fno-omit-frame-pointer"
@@ -434,6 +438,8 @@ def build(args, upstream=None, sanitize=None):
         targets = ["llama", *ours]
     else:
         targets = ["llama", *PROGRAMS, *UPSTREAM_TESTS, *ours]
+    if args.rpc and not sanitize:
+        targets.append("ggml-rpc-server")
 
     name, arguments = cmake_arguments(args, sanitize, None if args.source else pins["llama_cpp_commit"])
     folder = base / name

@@ -1,6 +1,7 @@
 """Drives libllama through the low-level llama_cpp bindings: fixed tokens in, logits at chosen positions out."""
 
 import ctypes
+import os
 from contextlib import contextmanager
 
 import numpy as np
@@ -41,7 +42,7 @@ class Runtime:
     def __init__(self, path, policy=None, n_threads=2):
         self.n_threads = n_threads
         params = llama_cpp.llama_model_default_params()
-        params.n_gpu_layers = 0
+        params.n_gpu_layers = int(os.environ.get("HWKV_TEST_GPU_LAYERS", "0"))
         params.kv_overrides = _overrides("off" if policy is None else native.register(policy.to_json()))
         self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
         if not self.model:

@@ -1,0 +1,77 @@
+"""The models and policies of the experiments: those at hand, and the paper's for a GPU."""
+
+import argparse
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hwkv_llamacpp import ModelGeometry, Policy, native, testmodels
+from hwkv_llamacpp.cli import main as hwkv
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model's grid. `window` makes a policy by hand: every other KV head, counted through all layers, keeps that many tokens."""
+
+    path: object                  # a path, or a function that fetches one
+    window: int
+    contexts: tuple
+    memory_limit: str | None = None  # of the capacity scan; None: the device
+    grid: int = 1024
+    flags: tuple = ()
+
+    def gguf(self):
+        return self.path() if callable(self.path) else Path(self.path)
+
+    def policy(self):
+        """Path of the policy file, in build/."""
+        model = self.gguf()
+        rows, i = {}, 0
+        for layer in ModelGeometry.from_gguf(model).configurable:
+            rows[layer.layer] = tuple(self.window if (i + head) % 2 else None for head in range(layer.n_head_kv))
+            i += layer.n_head_kv
+        folder = native.ROOT / "build" / "bench" / model.stem
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"half-{self.window}.json"
+        Policy(rows).save(path)
+        return path
+
+
+# On a CPU, small contexts are slow enough; the finer grid of the scan makes up for small boundaries.
+MODELS = {
+    "mini-hybrid": Model(ROOT / "tests" / "data" / "mini-hybrid-f16.gguf", 64, (2048, 8192), "48MiB", 256, ("-ub", "128", "-t", "1")),
+    "smollm2": Model(testmodels.smollm2, 512, (2048, 8192, 32768), "320MiB", 256, ("-ub", "128")),
+    "gemma3": Model(testmodels.gemma3, 512, (2048, 8192, 32768), "416MiB", 256, ("-ub", "128")),
+}
+
+# The paper's: full offload on one GPU. Give the files with --model and a calibrated policy with --policy.
+PAPER_CONTEXTS = (8192, 16384, 32768, 65536, 98304, 114688)
+PAPER = {
+    "qwen3.6-27b": Model("Qwen3.6-27B.gguf", 4096, PAPER_CONTEXTS, flags=("-ngl", "99")),
+    "qwen3.5-9b": Model("Qwen3.5-9B.gguf", 4096, PAPER_CONTEXTS, flags=("-ngl", "99")),
+}
+
+
+def run(kind, doc):
+    """The command of an experiment: `hwkv bench KIND` for each model that was asked for."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", choices=[*MODELS, *PAPER], metavar="NAME", help=f"{', '.join([*MODELS, *PAPER])} (default: smollm2)")
+    parser.add_argument("--model", type=Path, metavar="GGUF", help="file to use instead of the named one")
+    parser.add_argument("--policy", type=Path, metavar="P", help="policy to use instead of the hand-made one")
+    parser.add_argument("-o", "--output", type=Path, default=RESULTS / f"{kind}.jsonl", metavar="RUN.jsonl", help="rows (default: %(default)s)")
+    args, more = parser.parse_known_args()  # the rest goes to hwkv bench
+    code = 0
+    for name in args.only or ["smollm2"]:
+        model = replace({**MODELS, **PAPER}[name], **({"path": args.model} if args.model else {}))
+        if name in PAPER and not args.model:
+            parser.error(f"{name} needs --model: the file does not come with this project")
+        words = ["bench", kind, str(model.gguf()), "--policy", str(args.policy or model.policy()), "-o", str(args.output), *model.flags]
+        if kind == "capacity":
+            words += ["--grid", str(model.grid)] + (["--memory-limit", model.memory_limit] if model.memory_limit else [])
+        elif not {"-c", "--ctx-size"} & set(more):
+            words += ["-c", ",".join(map(str, model.contexts))]
+        code = hwkv([*words, *more]) or code
+    sys.exit(code)

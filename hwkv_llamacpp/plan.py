@@ -1,0 +1,180 @@
+"""`hwkv plan`: what a server would take, by window and device, and the largest context that a memory size holds."""
+
+import argparse
+import json
+import os
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from . import dry_run, native
+from .embed import read_policy
+from .footprint import CACHE_TYPES, CELL_PAD
+from .planner import HOST, MIB, PARTS, Planner, largest_context
+from .policy import Policy
+from .serve import ENVIRONMENT
+
+CHECKPOINTS, PROMPT_CACHE_BYTES = 32, 8192 * MIB  # llama-server's defaults for --ctx-checkpoints and --cache-ram
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def add_arguments(parser):
+    parser.description = ("Predicts what a server would take: KV by window and device, weights, states, compute buffers.\n"
+                          "With --memory, also the largest context that fits, for 1 to -np slots.")
+    parser.epilog = ("example:\n  hwkv plan model.gguf --policy policy.json -c 32768\n"
+                     "  hwkv plan model.gguf --policy policy.json -ngl 99 --memory 24GiB -np 4")
+    parser.add_argument("model", type=Path, metavar="MODEL", help="GGUF file; its header is enough")
+    parser.add_argument("--policy", metavar="P", help='policy JSON, a GGUF with an embedded policy, "embedded" or "off" (default: '
+                                                      f"${ENVIRONMENT}, else the policy in MODEL, if it has one)")
+    parser.add_argument("--memory", type=lambda text: [parse_bytes(part) for part in text.split(",")], metavar="SIZE[,SIZE...]",
+                        help="memory of each device, or of the process where there is no GPU, such as 24GiB")
+    parser.add_argument("-md", "--model-draft", type=Path, metavar="DRAFT", help="draft model: its server memory is added, with full KV")
+    add_context_arguments(parser)
+    parser.add_argument("-np", "--parallel", type=_count, default=1, metavar="N", help="slots (default: 1)")
+    parser.add_argument("--kv-unified", action="store_true", help="one buffer for all slots")
+    parser.add_argument("--formulas", action="store_true", help="no dry run, even where the native build is there")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def add_context_arguments(parser, n_ctx=True):
+    if n_ctx:
+        parser.add_argument("-c", "--ctx-size", type=_count, default=0, metavar="N", help="context (default: the trained one)")
+    parser.add_argument("-b", "--batch-size", type=_count, default=2048, metavar="N", help="logical batch (default: 2048)")
+    parser.add_argument("-ub", "--ubatch-size", type=_count, default=512, metavar="N", help="physical batch (default: 512)")
+    parser.add_argument("-ngl", "--gpu-layers", type=int, default=None, metavar="N", help="layers on the GPU (default: llama.cpp's)")
+    parser.add_argument("-ctk", "--cache-type-k", choices=CACHE_TYPES, default="f16", help="type of K (default: f16)")
+    parser.add_argument("-ctv", "--cache-type-v", choices=CACHE_TYPES, default="f16", help="type of V (default: f16)")
+    parser.add_argument("-fa", "--flash-attn", choices=("on", "off"), default="on", help="FlashAttention (default: on)")
+
+
+def run(args):
+    from rich.console import Console
+
+    planner = Planner(args.model, False if args.formulas else None)
+    geometry = planner.geometry
+    choice = args.policy or os.environ.get(ENVIRONMENT) or "embedded"
+    policy = None if choice == "off" else read_policy(args.model) if choice == "embedded" else Policy.load(choice)
+    if policy:
+        policy.check(geometry, args.model if choice == "embedded" else choice)
+    context = dry_run.Context(str(args.model), "off", args.ctx_size or geometry.n_ctx_train, args.batch_size, args.ubatch_size,
+                              args.parallel, args.kv_unified, args.gpu_layers, args.flash_attn, args.cache_type_k, args.cache_type_v)
+    if not planner.dry and not args.formulas:
+        why = "the file has no tensors" if planner.header.n_tensors == 0 else f"the native build is missing: {native.BUILD_COMMAND}"
+        print(f"no dry run ({why}); every number is a formula", file=sys.stderr)
+    if context.n_ctx > geometry.n_ctx_train * args.parallel:
+        print(f"warning: the context of {context.n_ctx} tokens is larger than the model was trained for ({geometry.n_ctx_train}): "
+              "llama-server would cap its slots", file=sys.stderr)
+    draft = Planner(args.model_draft, planner.dry) if args.model_draft else None
+
+    def plan_at(n_ctx, policy, n_parallel):
+        here = replace(context, n_ctx=n_ctx, n_parallel=n_parallel, policy=str(choice) if policy else "off")
+        plan = planner.plan(here, policy)
+        return with_draft(plan, draft.plan(replace(here, model=str(draft.model), policy="off"))) if draft else plan
+
+    arms = {"full KV": None, **({"policy": policy} if policy else {})}
+    plans = {name: plan_at(context.n_ctx, arm, args.parallel) for name, arm in arms.items()}
+    largest = {}
+    if args.memory:
+        for n_parallel in range(1, args.parallel + 1):
+            step = CELL_PAD * (1 if args.kv_unified else n_parallel)
+            for name, arm in arms.items():
+                largest[n_parallel, name] = largest_context(lambda n: plan_at(n, arm, n_parallel), args.memory, step,
+                                                            geometry.n_ctx_train * n_parallel)
+    if args.json:
+        found = [{"n_parallel": n, "plan": name, "n_ctx": found and found[0], "total_bytes": found and found[1].total_bytes}
+                 for (n, name), found in largest.items()]
+        print(json.dumps({"model": geometry.name, "n_ctx_train": geometry.n_ctx_train, "memory_bytes": args.memory, "largest": found,
+                          "plans": {name: plan.to_dict() for name, plan in plans.items()}}, indent=2))
+        return
+    console = Console(highlight=False, **({} if sys.stdout.isatty() else {"width": 200}))
+    show(console, geometry, plans)
+    if args.memory:
+        show_largest(console, geometry, largest, args.memory, plans)
+
+
+def with_draft(plan, draft):
+    """The plan of a server that holds a draft model, too; the draft's program is the same process."""
+    devices = {name: dict(parts) for name, parts in plan.devices.items()}
+    for name, parts in draft.devices.items():
+        own = sum(n_bytes for part, n_bytes in parts.items() if part != "process")
+        devices.setdefault(name, {})["draft model"] = own
+    return replace(plan, devices=devices)
+
+
+def show(console, geometry, plans):
+    """The table of bytes, and what is not in it."""
+    first = next(iter(plans.values()))
+    table = _table(f"{geometry.name}, -c {first.footprint.n_ctx}, {first.context.n_parallel} slots, MiB")
+    for heading in ("device", "", *plans):
+        table.add_column(heading, justify="left" if heading in ("device", "") else "right")
+    devices = list(dict.fromkeys(device for plan in plans.values() for device in plan.devices))
+    for device in devices:
+        rows = {}  # (place among PARTS, line) -> cell of each plan
+        for i, plan in enumerate(plans.values()):
+            for part, n_bytes in plan.devices.get(device, {}).items():
+                place = PARTS.index(part) if part in PARTS else len(PARTS)
+                if part == "KV":
+                    for group, at in zip(plan.footprint.groups, plan.group_devices):
+                        window = "full" if group.window is None else group.window
+                        held = sum(n for name, n in at.items() if _same_device(name, device))
+                        rows.setdefault((place, f"KV, window {window}, {group.heads} KV heads, {group.cells:,} cells"), {})[i] = held
+                else:
+                    rows.setdefault((place, part + (" (formula)" if part in plan.formulas else "")), {})[i] = n_bytes
+        for (_, line), cells in sorted(rows.items(), key=lambda row: row[0][0]):
+            table.add_row(device, line, *[f"{cells[i] / MIB:,.2f}" if i in cells else "" for i in range(len(plans))])
+    table.add_section()
+    table.add_row("total", "", *[f"{plan.total_bytes / MIB:,.2f}" for plan in plans.values()])
+    table.add_row("KV of the layers that take windows", "", *[f"{plan.kv_bytes / MIB:,.2f}" for plan in plans.values()])
+    console.print(table)
+    if first.unknown:
+        console.print(f"not in the total, because only a dry run can tell: {', '.join(first.unknown)}")
+    if any(plan.checkpoint_bytes for plan in plans.values()):
+        each = ", ".join(f"{(plan.checkpoint_bytes or 0) / MIB:,.2f} MiB ({name})" for name, plan in plans.items())
+        console.print(f"beside the total, on the host: up to {CHECKPOINTS} context checkpoints per slot of {each} each, unless "
+                      "--ctx-checkpoints says less", soft_wrap=True)
+    console.print(f"and up to {PROMPT_CACHE_BYTES / MIB:,.0f} MiB of prompt cache, unless --cache-ram says less", soft_wrap=True)
+
+
+def show_largest(console, geometry, largest, limits, plans):
+    """The table of largest contexts: a row for each number of slots."""
+    table = _table(f"largest context in {', '.join(f'{limit / 2**30:.4g} GiB' for limit in limits)}")
+    for heading in ("slots", *plans, *(["gain"] if len(plans) > 1 else [])):
+        table.add_column(heading, justify="right")
+    at_most = False
+    for n_parallel in dict.fromkeys(n for n, _ in largest):
+        found = [largest[n_parallel, name] for name in plans]
+        trained = geometry.n_ctx_train * n_parallel
+        at_most |= any(x and x[0] >= trained for x in found)
+        cells = [f"{x[0]:,}" + (" *" if x[0] >= trained else "") if x else "none" for x in found]
+        if len(found) > 1:
+            cells.append(f"{found[1][0] / found[0][0]:.3f}" if all(found) else "")
+        table.add_row(str(n_parallel), *cells)
+    console.print(table)
+    if at_most:
+        console.print("* all that the model was trained for; the memory would hold more")
+
+
+def _table(title):
+    from rich import box
+    from rich.table import Table
+
+    return Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
+
+
+def _same_device(name, device):
+    return name == device or device == "host" and name in HOST
+
+
+def _count(text):
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:12]) < 2**31):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number from 1 to {2**31 - 1}")
+    return int(text)
+
+
+def parse_bytes(text):
+    """Bytes of "24GiB", "512M", "3.5 GB" (units are powers of 1024) or of a plain number."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
+    if not match or float(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a memory size such as 24GiB")
+    return int(float(match[1]) * UNITS[match[2].upper()])

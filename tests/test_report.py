@@ -1,0 +1,170 @@
+"""hwkv report: right medians and ratios, nothing mixed that must not be, one page that needs nothing else."""
+
+import csv
+import dataclasses
+import re
+
+import pytest
+
+from hwkv_llamacpp import HwkvError, comparison, records, report
+from hwkv_llamacpp.records import Row
+
+MIB = 2**20
+MACHINE = {"system": "Linux x86_64", "cpu": "a CPU", "n_cpus": 2, "memory_bytes": 16 * 2**30}
+FULL = [[0, 256, [None, None]]]
+HALF = [[0, 256, [None, 512]]]
+
+
+def row(kind, arm, n_ctx, round_=0, status="ok", **more):
+    policy = {} if arm in ("upstream", "full") else {"policy": f"{arm}.json", "policy_fingerprint": "abc", "kv_layers": HALF, "retention": 0.5}
+    common = {"status": status, "machine": MACHINE, "build": "cpu", "build_pair": "b1", "upstream_commit": "0c1e570", "commit": "1234567", "model": "m.gguf",
+              "model_sha256": "f" * 64, "model_bytes": 5 * MIB, "n_ctx_train": 4096, "settings": {"n_ubatch": 512, "n_threads": 1}, "kv_layers": FULL,
+              "peak_counts": "resident set, high-water mark", "retention": 1.0, "kv_bytes_source": "props"}
+    return Row(kind, arm, n_ctx, round=round_, **{**common, **policy, **more})
+
+
+def memory_rows():
+    peaks = {"upstream": (100, 104, 102), "full": (103, 104, 105), "p": (50, 78, 51)}
+    return [row("memory", arm, 2048, i, peak_bytes=peak * MIB, predicted_peak_bytes=peak * MIB + MIB, kv_bytes=8 * MIB, predicted_kv_bytes=8 * MIB)
+            for arm, values in peaks.items() for i, peak in enumerate(values)]
+
+
+def capacity_rows():
+    rows = []
+    for arm, good, per_token in (("upstream", 10240, 20), ("p", 17408, 11)):
+        for i in range(3):
+            rows += [row("capacity", arm, good, i, step="last success", predicted_peak_bytes=10**6 + good * per_token),
+                     row("capacity", arm, good + 1024, i, "out of memory", step="first failure", phase="prefill", cause="killed by the kernel",
+                         predicted_peak_bytes=10**6 + (good + 1024) * per_token)]
+    return rows
+
+
+def test_medians_and_ratios_within_repetitions():
+    (section,) = comparison.make_sections(memory_rows())
+    assert section.arms == ["upstream", "full", "p"]
+    assert section.median("p", 2048, "peak_bytes") == 51 * MIB
+    assert section.ratio("p", 2048, "peak_bytes") == pytest.approx(0.5)  # of 0.5, 0.75 and 0.5; of the medians it would be 0.5, too
+    assert section.ratio("full", 2048, "peak_bytes") == pytest.approx(1.0294, abs=1e-4)  # the medians alone would say 1.0196
+    (table,) = section.tables()
+    assert table.rows[2][:4] == ["2,048, p", "51.0", "50.0, 78.0, 51.0", "0.500"]
+    assert table.notes == ["Predicted KV bytes are the allocated ones in 9 of 9 cases. The predicted peak is at most 2.0% off the measured one."]
+
+
+def test_a_repetition_that_failed_has_no_ratio_and_is_shown():
+    rows = memory_rows()
+    rows[6] = dataclasses.replace(rows[6], status="timeout", phase="prefill", peak_bytes=None)
+    (section,) = comparison.make_sections(rows)
+    assert section.ratio("p", 2048, "peak_bytes") == pytest.approx((78 / 104 + 51 / 102) / 2)
+    for i in (7, 8):
+        rows[i] = dataclasses.replace(rows[i], status="timeout", phase="prefill", peak_bytes=None)
+    (section,) = comparison.make_sections(rows)
+    assert section.tables()[0].rows[2][1:4] == ["-", "timeout in prefill", "-"]
+
+
+def test_different_instruments_have_no_ratio():
+    rows = memory_rows()
+    rows[6:] = [dataclasses.replace(r, peak_counts="cgroup") for r in rows[6:]]
+    assert comparison.make_sections(rows)[0].ratio("p", 2048, "peak_bytes") is None
+
+
+@pytest.mark.parametrize("change, what", [({"machine": {**MACHINE, "n_cpus": 64}}, "2 machines"), ({"build_pair": "b2"}, "2 sets of builds"),
+                                          ({"settings": {"n_ubatch": 128}}, None), ({"model_sha256": "e" * 64}, None)])
+def test_what_differs_is_never_in_one_ratio(change, what):
+    rows = memory_rows()
+    rows[6:] = [dataclasses.replace(r, **change) for r in rows[6:]]
+    sections = comparison.make_sections(rows)
+    assert len(sections) == 2
+    assert sections[1].reference is None and sections[1].ratio("p", 2048, "peak_bytes") is None
+    text = report.markdown(sections)
+    assert (what in text if what else not comparison.warnings(sections)) and "0.500" not in text
+
+
+def test_kv_bytes_that_are_not_the_predicted_ones_are_counted():
+    rows = memory_rows()
+    rows[0] = dataclasses.replace(rows[0], kv_bytes=8 * MIB + 1)
+    assert "in 8 of 9 cases" in comparison.make_sections(rows)[0].tables()[0].notes[0]
+    rows[0] = dataclasses.replace(rows[0], kv_bytes_source="log")  # which shows two digits of a MiB
+    assert "in 9 of 9 cases" in comparison.make_sections(rows)[0].tables()[0].notes[0]
+
+
+def test_a_capacity_gain_is_compared_with_both_ideals():
+    (section,) = comparison.make_sections(capacity_rows())
+    (table,) = section.tables()
+    gain, with_all, kv_alone, shares = table.rows[1][5:]
+    assert gain == "1.700"
+    assert with_all == f"{10240 * 20 / 11 / 10240:.3f}"
+    # 512 bytes for a token of full KV; with half of the heads at 512 tokens, 256 for a token and 256 x 512 for good
+    assert float(kv_alone) == pytest.approx((512 * 10240 - 256 * 512) / 256 / 10240, abs=1e-3)
+    assert shares == "93.5%, 87.2%"
+    assert table.rows[1][3] == "3 of 3, 3 of 3"
+
+
+def test_a_pair_that_is_not_confirmed_says_so():
+    rows = capacity_rows()
+    rows[-1] = dataclasses.replace(rows[-1], status="ok")
+    assert comparison.make_sections(rows)[0].tables()[0].rows[1][3] == "3 of 3, 2 of 3: NO"
+    crashed = [*capacity_rows(), row("capacity", "p", 20480, 0, "failed", step="search", cause="killed by SIGSEGV")]
+    (table,) = comparison.make_sections(crashed)[0].tables()
+    assert table.rows[1][1:3] == ["17,408", "18,432"]  # a crash moves no boundary
+    assert table.notes[-1] == "p: 1 runs ended otherwise and count for nothing, the first at 20,480: killed by SIGSEGV"
+
+
+def test_a_policy_whose_every_head_has_a_window_has_no_ideal():
+    rows = [dataclasses.replace(r, kv_layers=[[0, 256, [512, 512]]]) if r.arm == "p" else r for r in capacity_rows()]
+    assert comparison.make_sections(rows)[0].tables()[0].rows[1][7] == "-"
+
+
+def test_preparation_is_part_of_no_result():
+    rows = [row("memory", "full", 2048, step="process", peak_bytes=1)]
+    assert comparison.make_sections(rows) == []
+
+
+# the command
+
+@pytest.fixture
+def runs(tmp_path):
+    path = tmp_path / "run.jsonl"
+    speed = [row("throughput", arm, n_ctx, i, prefill_ts=ts, decode_ts=ts / 10, n_prefill=2000, n_decode=64) for n_ctx in (2048, 8192)
+             for arm, ts in (("upstream", 100), ("full", 99), ("p", 150)) for i in range(3)]
+    for one in (*memory_rows(), *speed, *capacity_rows()):
+        records.append(path, one)
+    return path
+
+
+def test_three_files(hwkv, runs, tmp_path):
+    code, out, err = hwkv("report", runs, "-o", tmp_path / "report")
+    assert code == 0, err
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert page.count("<svg") == 6  # memory, speed, capacity, and the windows of p beside each
+    assert not re.search(r'(src|href)="(?!#)', re.sub(r"xlink:href=\"#|xmlns[^ ]*", "", page))  # nothing is fetched
+    assert "1.500" in page and "@media print" in page
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert "| 2,048, p | 51.0 | 50.0, 78.0, 51.0 | 0.500 |" in text and "## Throughput: m.gguf" in text
+    with open(tmp_path / "report" / "report.csv", newline="") as file:
+        table = list(csv.DictReader(file))
+    assert len(table) == 9 + 18 + 12
+    assert table[0]["peak_bytes"] == str(100 * MIB) and table[0]["set_n_ubatch"] == "512"
+
+    again = hwkv("report", runs, "-o", tmp_path / "report")
+    assert again[0] == 1 and "exists already; --force replaces it" in again[2]
+    hwkv("report", runs, "-o", tmp_path / "report", "--force")
+    assert (tmp_path / "report" / "report.html").read_text() == page  # the same rows, the same page
+
+
+def test_without_a_folder_it_prints(hwkv, runs):
+    code, out, _ = hwkv("report", runs)
+    assert code == 0 and out.startswith("# Measurements")
+
+
+def test_a_case_measured_twice_counts_once(hwkv, runs):
+    before = hwkv("report", runs)[1]
+    assert hwkv("report", runs, runs)[1] == before
+
+
+def test_bad_input_is_one_sentence(hwkv, tmp_path):
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    assert hwkv("report", empty)[::2] == (1, f"error: {empty}: no rows\n")
+    assert hwkv("report", tmp_path / "none.jsonl")[2] == f"error: {tmp_path / 'none.jsonl'}: cannot read: no such file\n"
+    with pytest.raises(HwkvError, match="unknown kind 'speed'"):
+        comparison.make_sections([row("speed", "full", 1)])
