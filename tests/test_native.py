@@ -52,8 +52,9 @@ def test_every_architecture_is_served_right_or_refused(random_models):
 
 @pytest.mark.parametrize("name", WALKED + MADE)
 def test_walk_of_sequence_operations(random_models, name):
-    lines = run(native.binary("test-hwkv"), "walk", model(random_models, name), "--seeds", 1, 8, "--steps", 40)
-    assert len(lines) == 8
+    # seeds 0 to 7 without sink tokens, 8 to 15 with
+    lines = run(native.binary("test-hwkv"), "walk", model(random_models, name), "--seeds", 0, 15, "--steps", 30)
+    assert len(lines) == 16
 
 
 @pytest.mark.parametrize("name", ["qwen3-dense", "gemma3-dense", "qwen35-dense"])
@@ -62,7 +63,8 @@ def test_sanitizers_find_nothing(random_models, sanitized, name, tmp_path):
     (tmp_path / path.name).symlink_to(path)
     options = {"ASAN_OPTIONS": "detect_leaks=1:abort_on_error=0", "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1"}
     run(sanitized, "archs", tmp_path, **options)
-    run(sanitized, "walk", path, "--seeds", 1, 4, "--steps", 12, **options)
+    run(sanitized, "walk", path, "--seeds", 1, 3, "--steps", 12, **options)
+    run(sanitized, "walk", path, "--seeds", 9, 11, "--steps", 12, **options)
 
 
 # upstream's own tests of saved states, unchanged, with and without a policy

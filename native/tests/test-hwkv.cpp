@@ -180,7 +180,7 @@ static json layers_of(const llama_model * model) {
 
 // windows_of(layer, KV head) gives a window or 0 for full
 template <typename F>
-static std::string make_policy(const json & layers, F && windows_of) {
+static std::string make_policy(const json & layers, int n_sink, F && windows_of) {
     json rows = json::array();
 
     for (const auto & layer : layers["layers"]) {
@@ -199,7 +199,7 @@ static std::string make_policy(const json & layers, F && windows_of) {
         rows.push_back({ { "layer", layer["layer"] }, { "windows", windows } });
     }
 
-    const std::string text = json({ { "format", "hwkv-policy" }, { "version", 1 }, { "layers", rows } }).dump();
+    const std::string text = json({ { "format", "hwkv-policy" }, { "version", 1 }, { "n_sink", n_sink }, { "layers", rows } }).dump();
 
     char id [64];
     char err[1024];
@@ -321,6 +321,8 @@ static bool has_learned_positions(const std::string & path) {
     return gguf && gguf_find_tensor(gguf.get(), "position_embd.weight") >= 0;
 }
 
+static const int N_SINK[] = { 0, 1, 4, 64 };
+
 // different per layer and KV head, some full
 static int windows_of(int i, int ih) {
     const int windows[] = { 32, 0, 100, 16 };
@@ -329,7 +331,7 @@ static int windows_of(int i, int ih) {
 }
 
 // one architecture: returns what to print; exits on a failure
-static std::string test_arch(const std::string & path) {
+static std::string test_arch(const std::string & path, int n_sink) {
     std::string policy;
 
     {
@@ -343,11 +345,11 @@ static std::string test_arch(const std::string & path) {
 
         if (!layers["refusal"].is_null()) {
             // a policy for it must be refused when the context is made
-            policy = make_policy(layers, [](int, int) { return 32; });
+            policy = make_policy(layers, n_sink, [](int, int) { return 32; });
 
             auto refused = load(path, policy);
 
-            if (refused && policy != make_policy(json({ { "layers", json::array() } }), [](int, int) { return 0; })) {
+            if (refused && policy != make_policy(json({ { "layers", json::array() } }), n_sink, [](int, int) { return 0; })) {
                 llama_context_ptr ctx(llama_init_from_model(refused.get(), ctx_params(2048, 512, 64)));
                 REQUIRE(!ctx || !llama_hwkv_active(ctx.get()), "%s: a policy is served in spite of: %s", path.c_str(), layers["refusal"].dump().c_str());
             }
@@ -356,7 +358,7 @@ static std::string test_arch(const std::string & path) {
         }
 
         // different per layer and head, some full
-        policy = make_policy(layers, windows_of);
+        policy = make_policy(layers, n_sink, windows_of);
     }
 
     auto off = load(path, "off");
@@ -413,12 +415,14 @@ static std::string test_arch(const std::string & path) {
 
     const double err = nmse(run_with(on.get(), params, nullptr), logits_ref);
 
-    // what one token more in every window would change: the least fault that the comparison has to see
+    // what one token more in every window, or one sink token more, would change: the least fault that the comparison has to see
     double control = 0.0;
     {
         const auto layers = layers_of(off.get());
 
-        on = load(path, make_policy(layers, [](int i, int ih) { const int w = windows_of(i, ih); return w ? w + 1 : 0; }));
+        on = n_sink > 0
+            ? load(path, make_policy(layers, n_sink + 1, windows_of))
+            : load(path, make_policy(layers, 0, [](int i, int ih) { const int w = windows_of(i, ih); return w ? w + 1 : 0; }));
 
         control = nmse(run_with(on.get(), params, "LLAMA_HWKV_FULL_RING"), logits_ref);
 
@@ -453,7 +457,7 @@ static std::string test_arch(const std::string & path) {
     REQUIRE(err_fa <= 1e-6, "%s: the rings differ from full rings with FlashAttention: NMSE %g", path.c_str(), err_fa);
 
     char buf[256];
-    snprintf(buf, sizeof(buf), "ok: NMSE %.1e (one token more per window: %.1e), with FlashAttention %.1e%s", err, control, err_fa,
+    snprintf(buf, sizeof(buf), "ok: n_sink %2d, NMSE %.1e (one token more: %.1e), with FlashAttention %.1e%s", n_sink, err, control, err_fa,
             n_prompt < 256 ? " (no eviction: learned positions end at 256)" : "");
 
     return buf;
@@ -476,8 +480,10 @@ static int test_archs(const std::string & dir) {
 
     size_t n_ok = 0;
 
-    for (const auto & path : paths) {
-        const auto res = test_arch(path);
+    for (size_t i = 0; i < paths.size(); ++i) {
+        const auto & path = paths[i];
+
+        const auto res = test_arch(path, N_SINK[i % 4]);
 
         n_ok += res.rfind("ok", 0) == 0;
 
@@ -498,6 +504,7 @@ struct walk_params {
     bool     unified  = true;
     bool     fa       = true;
     uint32_t n_ubatch = 32;
+    int      n_sink   = 0;
     uint32_t seed     = 1;
     int      n_steps  = 60;
 };
@@ -524,16 +531,16 @@ struct walk {
             windows[i] = i == 0 ? 40 : choices[rng() % choices.size()];
         }
 
-        const auto policy = [&](int first, int more) {
-            return make_policy(layers, [&](int i, int ih) {
+        const auto policy = [&](int n_sink, int first, int more) {
+            return make_policy(layers, n_sink, [&](int i, int ih) {
                 const int w = i + ih == 0 ? first : windows[(31*i + ih) % windows.size()];
 
                 return w ? w + more : 0;
             });
         };
 
-        model       = load(path, policy(40, 0));
-        model_other = load(path, policy(41, 0));
+        model       = load(path, policy(wp.n_sink, 40, 0));
+        model_other = load(path, wp.n_sink > 0 ? policy(wp.n_sink - 1, 40, 0) : policy(0, 41, 0));
 
         auto params = ctx_params(wp.unified ? N_SEQ*N_CTX : N_SEQ*N_CTX, 256, wp.n_ubatch);
 
@@ -556,14 +563,25 @@ struct walk {
 
         mem = llama_get_memory(ctx.get());
 
-        // what one token more in every window would change: the least fault to be seen, in full precision at least
-        auto model_wider = load(path, policy(40, 1));
-        auto ctx_wider   = full_ring_context(model_wider.get(), params);
-
         const auto tokens = random_tokens(model.get(), 300, rng);
 
-        control = nmse(run(ctx_wider.get(), tokens, tokens.size()), run(ctx_fresh.get(), tokens, tokens.size()));
-        tol     = wp.fa ? std::max(control/3, 1e-4) : control/5;
+        // what one token more would change: the least fault to be seen, in full precision at least
+        const auto change = [&](const std::string & policy_wider) {
+            auto model_wider = load(path, policy_wider);
+            auto ctx_wider   = full_ring_context(model_wider.get(), params);
+
+            return nmse(run(ctx_wider.get(), tokens, tokens.size()), run(ctx_fresh.get(), tokens, tokens.size()));
+        };
+
+        control = change(policy(wp.n_sink, 40, 1));
+
+        if (wp.n_sink > 0) {
+            control = std::min(control, change(policy(wp.n_sink + 1, 40, 0)));
+        }
+
+        tol = wp.fa ? std::max(control/3, 1e-4) : control/5;
+
+        check_hole();
     }
 
     const walk_params wp;
@@ -625,16 +643,32 @@ struct walk {
         }
     }
 
+    // a length to cut sequence s to, often among its sink tokens or just beyond
+    uint32_t pick_length(uint32_t s) {
+        const size_t n_max = wp.n_sink > 0 && pick(3) == 0 ? wp.n_sink + 2 : seqs[s].size();
+
+        return pick(std::min(n_max, seqs[s].size()) + 1);
+    }
+
+    // whether the windows hold what decoding at p0 sees
+    bool can_cut(uint32_t s, llama_pos p0) const {
+        // it sees sink tokens only, which all groups have but the model's own sliding window
+        const bool sink_only = p0 <= wp.n_sink && !llama_model_is_hybrid(model.get()) && llama_model_n_swa(model.get()) == 0;
+
+        return llama_memory_seq_pos_min(mem, s) < p0 || sink_only;
+    }
+
     void op_rm(uint32_t s, llama_pos p0) {
         const llama_pos pos_min = llama_memory_seq_pos_min(mem, s);
         const llama_pos pos_max = llama_memory_seq_pos_max(mem, s);
 
         REQUIRE(pos_max == (llama_pos) seqs[s].size() - 1, "pos_max is %d, expected %d", pos_max, (int) seqs[s].size() - 1);
 
-        const bool ok = llama_memory_seq_rm(mem, s, p0, -1);
+        const bool can = can_cut(s, p0);
+        const bool ok  = llama_memory_seq_rm(mem, s, p0, -1);
 
         if (p0 > 0 && p0 <= pos_max) {
-            REQUIRE(ok == (pos_min < p0), "seq_rm(%d) is %d, but pos_min is %d", p0, ok, pos_min);
+            REQUIRE(ok == can, "seq_rm(%d) is %d, but pos_min is %d", p0, ok, pos_min);
         }
 
         n_refused += !ok;
@@ -651,10 +685,25 @@ struct walk {
         seqs[s].clear();
     }
 
-    void op_cp(uint32_t src, uint32_t dst) {
+    // copy the first n tokens, 0 for all
+    void op_cp(uint32_t src, uint32_t dst, size_t n) {
         op_clear(dst);
-        llama_memory_seq_cp(mem, src, dst, -1, -1);
-        seqs[dst] = seqs[src];
+
+        if (n == 0 || n >= seqs[src].size() || llama_model_is_hybrid(model.get())) {
+            llama_memory_seq_cp(mem, src, dst, -1, -1);
+            seqs[dst] = seqs[src];
+            return;
+        }
+
+        const bool can = can_cut(src, n);
+
+        llama_memory_seq_cp(mem, src, dst, 0, n);
+
+        const llama_pos pos_max = llama_memory_seq_pos_max(mem, dst);
+
+        REQUIRE(pos_max == (can ? (llama_pos) n - 1 : -1), "pos_max is %d after a copy of %zu tokens", pos_max, n);
+
+        seqs[dst].assign(seqs[src].begin(), seqs[src].begin() + (can ? n : 0));
     }
 
     void op_save(uint32_t s) {
@@ -767,6 +816,31 @@ struct walk {
         std::copy(seqs_saved.begin(), seqs_saved.end(), std::begin(seqs));
     }
 
+    // positions that are removed from the middle of a sequence, sink tokens among them, are gone for all of its windows
+    void check_hole() {
+        const auto tokens = random_tokens(model.get(), 400, rng);
+
+        std::vector<float> logits[2];
+
+        for (auto * c : { ctx.get(), ctx_fresh.get() }) {
+            run(c, { tokens.begin(), tokens.begin() + 300 }, 300);
+
+            llama_memory_seq_rm(llama_get_memory(c), 0, wp.n_sink/2, wp.n_sink + 5);
+
+            for (size_t i = 300; i < tokens.size(); ++i) {
+                REQUIRE(decode(c, { { tokens[i], (llama_pos) i, 0, true } }) == 0, "decode fails after a removal");
+            }
+
+            logits[c == ctx.get()] = logits_of(c, -1);
+        }
+
+        llama_memory_clear(mem, true);
+
+        const double err = nmse(logits[1], logits[0]);
+
+        REQUIRE(err <= tol, "a sequence with a hole differs from the same in a full ring: NMSE %g > %g", err, tol);
+    }
+
     // the next logits of a sequence against those of a fresh run of the same tokens
     void verify(uint32_t s) {
         if (!fits(s, 1)) {
@@ -780,6 +854,18 @@ struct walk {
         worst = std::max(worst, err);
 
         REQUIRE(err <= tol, "sequence %u of %zu tokens differs from a fresh run: NMSE %g > %g (seed %u)", s, seqs[s].size(), err, tol, wp.seed);
+    }
+
+    // sequences that begin with the same cells, until each is far beyond them
+    void branch() {
+        op_decode({ 0 }, 300);
+        op_cp(0, 1, 0);
+        op_cp(0, 2, 0);
+        op_decode({ 0, 1, 2 }, 120);
+
+        for (uint32_t s = 0; s < N_SEQ; ++s) {
+            verify(s);
+        }
     }
 
     void step() {
@@ -799,9 +885,9 @@ struct walk {
 
                 op_decode(which, n);
             } break;
-            case 3: case 4: op_rm(s, seqs[s].empty() ? 0 : pick(seqs[s].size() + 1)); break;
+            case 3: case 4: op_rm(s, pick_length(s)); break;
             case 5: op_rm(s, seqs[s].size() - std::min<size_t>(seqs[s].size(), pick(60))); break;
-            case 6: op_cp(s, (s + 1 + pick(N_SEQ - 1)) % N_SEQ); break;
+            case 6: op_cp(s, (s + 1 + pick(N_SEQ - 1)) % N_SEQ, wp.unified && pick(2) == 0 ? pick_length(s) : 0); break;
             case 7: op_save(s); break;
             case 8: op_restore(s); break;
             case 9: op_checkpoint(); break;
@@ -816,13 +902,15 @@ struct walk {
 static int test_walk(const std::string & path, const walk_params & wp) {
     walk w(path, wp);
 
+    w.branch();
+
     for (int i = 0; i < wp.n_steps; ++i) {
         w.step();
     }
 
-    printf("%-28s seed %3u, %-7s, %-5s, -ub %-3u: %d steps, worst NMSE %.1e (one token more per window: %.1e), %d cuts refused\n",
+    printf("%-28s seed %3u, %-7s, %-5s, -ub %-3u, n_sink %3d: %d steps, worst NMSE %.1e (one token more: %.1e), %d cuts refused\n",
             stem(path).c_str(), wp.seed, wp.unified ? "unified" : "split", wp.fa ? "fa" : "no fa",
-            wp.n_ubatch, wp.n_steps, w.worst, w.control, w.n_refused);
+            wp.n_ubatch, wp.n_sink, wp.n_steps, w.worst, w.control, w.n_refused);
     fflush(stdout);
 
     return 0;
@@ -876,6 +964,9 @@ int main(int argc, char ** argv) {
             wp.unified  = wp.seed % 2 == 0;
             wp.fa       = wp.seed/2 % 2 == 0;
             wp.n_ubatch = wp.seed/4 % 2 == 0 ? 32 : 256;
+
+            // each n_sink meets each of the others' values
+            wp.n_sink = wp.seed/8 % 2 == 0 ? 0 : std::vector<int>{ 1, 4, 64, 200 }[std::min(wp.seed % 8, 7 - wp.seed % 8)];
 
             res = test_walk(path, wp);
         }
