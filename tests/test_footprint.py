@@ -58,6 +58,26 @@ def test_windows_as_long_as_the_context_are_full(geometry):
     assert not predict(geometry, Policy({0: [1024] * 4}), 1000).active
 
 
+def test_windows_that_reach_the_sink_tokens_are_full(geometry):
+    """The last query, at 1023, sees 1023 - w + 1 and later, and 0 to n_sink - 1: nothing is between them if w + n_sink = 1024."""
+    footprint = predict(geometry, Policy({0: [1020, 1019, 1, 1]}, n_sink=4), 1024)
+    assert [(window, heads) for window, _, _, heads, _ in shapes(footprint)] == [(None, 1 + 4), (1, 2), (1019, 1)]
+    assert not predict(geometry, Policy({0: [1] * 4}, n_sink=1023), 1024).active
+    assert not predict(geometry, Policy({0: [1] * 4}, n_sink=2**31 - 1), 1024).active
+
+
+@pytest.mark.parametrize(("n_sink", "options", "cells"), [
+    (0, {}, 1024),
+    (4, {}, 1280),                                  # 512 + 4 + 512
+    (256, {}, 1280),
+    (4, {"n_ubatch": 64}, 768),
+    (64, {"n_seq_max": 4}, 1280),                   # split: each ring has its own
+    (64, {"n_seq_max": 4, "unified": True}, 3072),  # (512 + 64 + 64) * 4 + 512
+])
+def test_cells_for_sink_tokens(geometry, n_sink, options, cells):
+    assert predict(geometry, Policy({0: [512] * 4}, n_sink), 8192, **options).groups[1].cells == cells
+
+
 @pytest.mark.parametrize(("options", "cells", "streams"), [
     ({"n_ctx": 8192, "n_seq_max": 4}, 1024, 4),                    # split: each of 2048 cells, its own ring
     ({"n_ctx": 8192, "n_seq_max": 4, "unified": True}, 2816, 1),   # unified: one ring that holds every sequence's window
@@ -139,9 +159,9 @@ def native():
 
 GGML_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2, "q4_1": 3, "iq4_nl": 20, "q5_0": 6, "q5_1": 7}
 POLICIES = {
-    "mini_hybrid": Policy({3: [None, 16, 512, 16], 7: [512, 512, 512, 700]}),
-    "gemma3": Policy({5: [300], 17: [1000]}),
-    "smollm2": Policy({0: [64, None, 64], 7: [64, 512, 2000], 29: [512, 512, 512]}),
+    "mini_hybrid": [Policy({3: [None, 16, 512, 16], 7: [512, 512, 512, 700]}, n_sink) for n_sink in (0, 1, 4, 64, 600)],
+    "gemma3": [Policy({5: [300], 17: [1000]}, n_sink) for n_sink in (0, 24)],
+    "smollm2": [Policy({0: [64, None, 64], 7: [64, 512, 2000], 29: [512, 512, 512]}, n_sink) for n_sink in (0, 4)],
 }
 CONTEXTS = [
     {"n_ctx": 4096},
@@ -154,12 +174,13 @@ CONTEXTS = [
 ]
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_the_runtime_allocates_what_is_predicted(name, request, native):
+@pytest.mark.parametrize(("name", "policy"), [(name, policy) for name in POLICIES for policy in POLICIES[name]],
+                         ids=lambda x: x if isinstance(x, str) else f"n_sink {x.n_sink}")
+def test_the_runtime_allocates_what_is_predicted(name, policy, request, native):
     """Every group's cells, heads and bytes, to the byte."""
     import llama_cpp
 
-    path, policy = request.getfixturevalue(name), POLICIES[name]
+    path = request.getfixturevalue(name)
     geometry = ModelGeometry.from_gguf(path)
     model = load_model(native, path, policy)
     try:

@@ -1,5 +1,6 @@
 """hwkv_llamacpp.Llama: llama_cpp.Llama's calls under a policy, each equal to the same call on a new object."""
 
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -117,12 +118,13 @@ def test_calls_equal_a_new_object(setup, noise):
         assert turns[i][2].n_read <= len(turns[i][1]) - len(turns[i - 1][1]), "an appended prompt was read again"
 
 
-@pytest.mark.parametrize("name", ["jamba-dense", "falcon-h1-dense", "gpt-oss-moe"])
-def test_calls_on_other_architectures(random_models, name):
+@pytest.mark.parametrize(("name", "n_sink"), [("jamba-dense", 0), ("falcon-h1-dense", 0), ("gpt-oss-moe", 0), ("llama-dense", 4)])
+def test_calls_on_other_architectures(random_models, name, n_sink):
     """Random weights: a policy moves log-probabilities by 3e-4 at least there, so the limit is below that."""
     model = next(path for path in random_models if path.stem == name)
-    policy = handmade.uniform(ModelGeometry.from_gguf(model), 64)
+    policy = dataclasses.replace(handmade.uniform(ModelGeometry.from_gguf(model), 64), n_sink=n_sink)
     llm = new(model, policy)
+    assert llm.hwkv_info()["n_sink"] == n_sink
     tokens = np.random.default_rng(0).integers(1, llm.n_vocab(), 1100).tolist()
     full = answer(new(model, None), tokens[:700])
     for what, prompt, turn in calls(llm, tokens):

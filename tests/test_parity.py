@@ -136,9 +136,9 @@ def by_part(actual, expected):
     return {part: nmse(actual[select], expected[select]) for part, select in PARTS.items()}
 
 
-def rows(truth, *patterns):
+def rows(truth, *patterns, n_sink=0):
     """Policy that gives the configurable layers these rows in turn."""
-    return Policy({layer: patterns[i % len(patterns)] for i, layer in enumerate(truth.configurable)})
+    return Policy({layer: patterns[i % len(patterns)] for i, layer in enumerate(truth.configurable)}, n_sink)
 
 
 def english(n_words, seed):
@@ -158,6 +158,10 @@ def four_head_policies(truth):
         "all 16": rows(truth, (16,) * 4),
         "all windowed": rows(truth, (32, 128, 32, 256), (256, 17, 33, 255)),
         "one layer": Policy({max(truth.configurable): (64, None, 300, None)}),
+        "1 sink": rows(truth, (32, 128, 32, 256), (256, 17, 33, 255), n_sink=1),
+        "4 sinks": rows(truth, (16, 64, 200, 300), (None, 48, 256, 100), n_sink=4),
+        "64 sinks": rows(truth, (64, None, 64, 128), (16, 64, None, 64), n_sink=64),
+        "more sinks than window": rows(truth, (16,) * 4, n_sink=70),
     }
 
 
@@ -201,6 +205,7 @@ def smollm2_f32(smollm2):
     policies = {
         "different": rows(truth, (16, 64, 160), (None, 100, 160), (64, None, 64), (128, 16, None), (None, None, None)),
         "all windowed": rows(truth, (16, 64, 16), (128, 128, 32)),
+        "4 sinks": rows(truth, (16, 64, 160), (None, 100, 160), n_sink=4),
     }
     with closing(Model(truth, policies, tokens, n_ctx=1024, stride=23)) as model:
         yield model
@@ -215,6 +220,7 @@ def gemma3_f32(gemma3):
     policies = {
         "different": Policy({5: (16,), 11: (None,), 17: (300,)}),
         "all 16": rows(truth, (16,)),
+        "20 sinks": rows(truth, (16,), (300,), n_sink=20),
     }
     # ggml's GELU on the CPU is a table of F16 values
     with closing(Model(truth, policies, tokens, n_ctx=1024, stride=23, exact_limit=1e-6)) as model:
@@ -222,7 +228,8 @@ def gemma3_f32(gemma3):
 
 
 SMALL_MODELS = ["random_dense", "random_hybrid", "mini_hybrid_f32"]
-FOUR_HEAD_POLICIES = ["different", "equal, not adjacent", "all 16", "all windowed", "one layer"]
+FOUR_HEAD_POLICIES = ["different", "equal, not adjacent", "all 16", "all windowed", "one layer",
+                      "1 sink", "4 sinks", "64 sinks", "more sinks than window"]
 
 
 def check_parity(model, policy, settings):
@@ -249,23 +256,27 @@ def test_small_model(model_name, name, request):
     settings = [(*kind, n_ubatch) for kind in KINDS for n_ubatch in (32, 512)]
     if name != "different":
         settings = [(*EXACT, 32), (*EXACT, 512), ("f16", True, 32), ("f16", True, 512), ("q8_0", True, 512), ("q4_0", True, 32)]
+    if model.policies[name].n_sink:
+        settings = [(*EXACT, 32), ("f16", True, 512), ("q8_0", True, 32)]
     check_parity(model, model.policies[name], settings)
 
 
-@pytest.mark.parametrize("name", ["different", "all windowed"])
+@pytest.mark.parametrize("name", ["different", "all windowed", "4 sinks"])
 def test_smollm2(smollm2_f32, name):
     check_parity(smollm2_f32, smollm2_f32.policies[name], {
         "different": [("f32", False, 64), ("f32", False, 512), ("f16", True, 256), ("q8_0", True, 64), ("q4_0", True, 512)],
         "all windowed": [("f32", False, 512), ("f16", True, 256)],
+        "4 sinks": [("f32", False, 64)],
     }[name])
 
 
-@pytest.mark.parametrize("name", ["different", "all 16"])
+@pytest.mark.parametrize("name", ["different", "all 16", "20 sinks"])
 def test_gemma3(gemma3_f32, name):
     """The model's own sliding window of 512 turns over as well: its cache has 768 cells with these ubatches."""
     check_parity(gemma3_f32, gemma3_f32.policies[name], {
         "different": [("f32", False, 64), ("f16", True, 256), ("q8_0", True, 64)],
         "all 16": [("f32", False, 256), ("f16", True, 256)],
+        "20 sinks": [("f32", False, 64)],
     }[name])
 
 
@@ -293,13 +304,24 @@ def test_wrong_policy_is_noticed(model_name, request):
         assert ratios[exact] > NOTICED_FACTOR, f"{what} goes unnoticed"
 
 
+@pytest.mark.parametrize("model_name", SMALL_MODELS)
+def test_wrong_n_sink_is_noticed(model_name, request):
+    model = request.getfixturevalue(model_name)
+    policy, setting = model.policies["4 sinks"], (*EXACT, 32)
+    for n_sink in (3, 5):
+        errors = by_part(model.actual(policy, *setting), model.expected(Policy(policy.layers, n_sink)))
+        ratio = min(error / model.floor(*setting)[part] for part, error in errors.items())
+        print(f"n_sink {n_sink} for 4: error {ratio:.2g} times the floor")
+        assert ratio > NOTICED_FACTOR
+
+
 def test_token_by_token(random_hybrid):
     """No prefill at all: every token is decoded alone, and the rings turn over several times."""
     model, n_tokens = random_hybrid, 900
     positions = np.arange(0, n_tokens, 7)
-    for name in ("different", "all 16"):
+    for name in ("different", "all 16", "more sinks than window"):
         policy = model.policies[name]
-        expected = model.reference.logits(model.tokens[:n_tokens], policy.layers, 0, positions)
+        expected = model.reference.logits(model.tokens[:n_tokens], policy.layers, policy.n_sink, positions)
         with model.runtime(policy).context(model.n_ctx, 32, *EXACT) as context:
             actual = context.run(model.tokens[:n_tokens], positions, n_prefill=1)
         error, floor = nmse(actual, expected), model.floor(*EXACT, 32)["decode"]
@@ -308,15 +330,15 @@ def test_token_by_token(random_hybrid):
 
 
 @pytest.mark.parametrize("flash", [False, True])
-@pytest.mark.parametrize("windows", [(16, 16, 16, 16), (16, 40, 300, 16)], ids=str)
-def test_window_ends_exactly(tmp_path, windows, flash):
-    """In a one-layer model a token matters for the next w - 1 tokens, and not one bit beyond, whatever the batches."""
+@pytest.mark.parametrize("windows, n_sink", [((16, 16, 16, 16), 0), ((16, 40, 300, 16), 0), ((16, 16, 16, 16), 4)], ids=str)
+def test_window_ends_exactly(tmp_path, windows, n_sink, flash):
+    """In a one-layer model a token matters for the next w - 1 tokens, and not one bit beyond, whatever the batches; a sink token always."""
     path = str(tmp_path / "one-layer.gguf")
     random_models.write_llama(path, seed=3)
     tokens = np.random.default_rng(4).integers(0, 256, 620)
     reach = max(windows)
     positions = np.arange(len(tokens))
-    with Runtime(path, Policy({0: windows}), n_threads=1) as runtime:
+    with Runtime(path, Policy({0: windows}, n_sink), n_threads=1) as runtime:
         for chunk in (len(tokens), 1, 7, 16, 64):
             def logits(ids):
                 with runtime.context(1024, 64, "f16", flash) as context:
@@ -324,11 +346,11 @@ def test_window_ends_exactly(tmp_path, windows, flash):
                     return context.run(ids, positions, len(ids), chunk)
 
             before = logits(tokens)
-            for changed in (0, 250, 590):
+            for changed in (0, 250, 590) if n_sink == 0 else (n_sink - 1, n_sink, 250):
                 other = tokens.copy()
                 other[changed] = (other[changed] + 1) % 256
                 touched = np.flatnonzero((logits(other) != before).any(axis=1))
-                wanted = range(changed, min(changed + reach, len(tokens)))
+                wanted = range(changed, len(tokens) if changed < n_sink else min(changed + reach, len(tokens)))
                 assert touched.tolist() == list(wanted), f"chunk {chunk}, token {changed}"
 
 

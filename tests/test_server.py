@@ -30,29 +30,32 @@ class Case:
     name: str
     rows: tuple       # windows per configurable layer, repeated
     n_prompt: int
+    n_sink: int = 0
 
     @functools.cached_property
     def model(self):
         # F32 weights and F32 K/V: the least noise, so a small fault shows
         return {"smollm2": lambda: testmodels.f32_copy(testmodels.smollm2()), "gemma3": lambda: testmodels.f32_copy(testmodels.gemma3()),
-                "mini-hybrid": lambda: MINI_HYBRID}[self.name]()
+                "mini-hybrid": lambda: MINI_HYBRID, "mini-hybrid, 4 sinks": lambda: MINI_HYBRID}[self.name]()
 
     @functools.cached_property
     def text(self):
-        if self.name == "mini-hybrid":
+        if self.name.startswith("mini-hybrid"):
             return needle_prompt(7, self.n_prompt + 400, 900)[0]
         return diary(200)
 
     def policy(self):
         geometry = ModelGeometry.from_gguf(self.model)
         layers = [layer.layer for layer in geometry.configurable]
-        return handmade.pattern(geometry, by_layer={il: list(self.rows[i % len(self.rows)]) for i, il in enumerate(layers)})
+        policy = handmade.pattern(geometry, by_layer={il: list(self.rows[i % len(self.rows)]) for i, il in enumerate(layers)})
+        return dataclasses.replace(policy, n_sink=self.n_sink)
 
 
 CASES = {case.name: case for case in (
     Case("smollm2", ((None, 64, 100), (130, 64, 64), (64, 100, 64)), 700),
     Case("gemma3", ((64,), (None,), (200,)), 1100),
     Case("mini-hybrid", ((64, None, 200, 64), (100, 64, None, 64)), 1100),
+    Case("mini-hybrid, 4 sinks", ((64, 200, 64, 64), (100, None, 64, 64)), 1100, n_sink=4),
 )}
 
 
@@ -221,6 +224,26 @@ def test_parallel_slots(case, options, noise, n_slots, unified):
             assert second[slot].n_read <= 50 + 8
 
 
+@pytest.mark.parametrize("unified", [True, False], ids=["unified", "split"])
+@pytest.mark.parametrize("case", ["mini-hybrid, 4 sinks"], indirect=True)
+def test_slots_that_share_a_prefix(case, options, noise, unified):
+    """Four slots with one prefix, sink tokens included; then one edits its prompt among them, and one just beyond."""
+    tokens = list(tokens_of(case.name))
+    prompts = [tokens[:400] + tokens[500 + 70 * i:550 + 80 * i] for i in range(4)]
+    edited = {1: prompts[1][:2] + tokens[900:910] + prompts[1][2:], 2: prompts[2][:6] + tokens[930:940] + prompts[2][6:]}
+    several = dataclasses.replace(options, n_parallel=4, kv_unified=unified, n_ctx=4096)
+    with LlamaServer(several) as server, ThreadPoolExecutor(4) as pool:
+        first = list(pool.map(lambda slot: ask(server, prompts[slot], id_slot=slot), range(4)))
+        second = dict(pool.map(lambda slot: (slot, ask(server, edited[slot], id_slot=slot)), edited))
+        third = ask(server, prompts[3] + first[3].tokens + tokens[700:720], id_slot=3)
+        assert not NO_SLOT.search(server.log())
+    for slot in range(4):
+        assert_like_fresh(options, first[slot], prompts[slot], noise, f"slot {slot}")
+    for slot in edited:
+        assert_like_fresh(options, second[slot], edited[slot], noise, f"slot {slot} edited")
+    assert_like_fresh(options, third, prompts[3] + first[3].tokens + tokens[700:720], noise, "slot 3 continued")
+
+
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("unified", [True, False], ids=["unified", "split"])
 def test_several_completions_of_one_prompt(case, options, noise, n, unified):
@@ -262,7 +285,10 @@ def test_slot_file_of_another_policy_is_refused(case, options, noise, tmp_path, 
         changed = dataclasses.replace(options, policy="off")
     else:
         path = tmp_path / "other.json"
-        handmade.uniform(ModelGeometry.from_gguf(case.model), 80).save(path)
+        policy = handmade.uniform(ModelGeometry.from_gguf(case.model), 80)
+        if case.n_sink:
+            policy = dataclasses.replace(case.policy(), n_sink=case.n_sink - 1)
+        policy.save(path)
         changed = dataclasses.replace(options, policy=path)
     with LlamaServer(changed) as server:
         with pytest.raises(HwkvError, match="status 4"):

@@ -650,12 +650,14 @@ struct walk {
         return pick(std::min(n_max, seqs[s].size()) + 1);
     }
 
-    // whether the windows hold what decoding at p0 sees
-    bool can_cut(uint32_t s, llama_pos p0) const {
-        // it sees sink tokens only, which all groups have but the model's own sliding window
-        const bool sink_only = p0 <= wp.n_sink && !llama_model_is_hybrid(model.get()) && llama_model_n_swa(model.get()) == 0;
-
-        return llama_memory_seq_pos_min(mem, s) < p0 || sink_only;
+    // a sequence that had pos_min could be cut to p0 tokens or not: is that right?
+    void require_cut(bool ok, llama_pos p0, llama_pos pos_min) const {
+        // decoding there sees sink tokens only: all windows have them, but perhaps not the model's own
+        if (p0 <= wp.n_sink && !llama_model_is_hybrid(model.get())) {
+            REQUIRE(ok || llama_model_n_swa(model.get()) > 0, "the sequence cannot be cut to %d of its sink tokens", p0);
+        } else {
+            REQUIRE(ok == (pos_min < p0), "the sequence can be cut to %d tokens: %d, but pos_min is %d", p0, ok, pos_min);
+        }
     }
 
     void op_rm(uint32_t s, llama_pos p0) {
@@ -664,11 +666,10 @@ struct walk {
 
         REQUIRE(pos_max == (llama_pos) seqs[s].size() - 1, "pos_max is %d, expected %d", pos_max, (int) seqs[s].size() - 1);
 
-        const bool can = can_cut(s, p0);
-        const bool ok  = llama_memory_seq_rm(mem, s, p0, -1);
+        const bool ok = llama_memory_seq_rm(mem, s, p0, -1);
 
         if (p0 > 0 && p0 <= pos_max) {
-            REQUIRE(ok == can, "seq_rm(%d) is %d, but pos_min is %d", p0, ok, pos_min);
+            require_cut(ok, p0, pos_min);
         }
 
         n_refused += !ok;
@@ -695,15 +696,15 @@ struct walk {
             return;
         }
 
-        const bool can = can_cut(src, n);
-
         llama_memory_seq_cp(mem, src, dst, 0, n);
 
         const llama_pos pos_max = llama_memory_seq_pos_max(mem, dst);
 
-        REQUIRE(pos_max == (can ? (llama_pos) n - 1 : -1), "pos_max is %d after a copy of %zu tokens", pos_max, n);
+        require_cut(pos_max >= 0, n, llama_memory_seq_pos_min(mem, src));
 
-        seqs[dst].assign(seqs[src].begin(), seqs[src].begin() + (can ? n : 0));
+        REQUIRE(pos_max == -1 || pos_max == (llama_pos) n - 1, "pos_max is %d after a copy of %zu tokens", pos_max, n);
+
+        seqs[dst].assign(seqs[src].begin(), seqs[src].begin() + pos_max + 1);
     }
 
     void op_save(uint32_t s) {
