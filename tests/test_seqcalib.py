@@ -56,7 +56,7 @@ SHORT = 0.01  # a threshold that most of the shortest windows reach
 
 
 # Each case: model, trace, windows, n_sink, queries, a threshold, and how near scores must be. Weights are F32 on both sides; the runtime rounds
-# K and V to F16, which moved scores by 2.3e-4 in SmolLM2 and by 6e-6 in the miniature.
+# K and V to F16, which moved scores by 3.4e-4 in SmolLM2 and by 6e-6 in the miniature.
 
 def smollm2_case():
     path = testmodels.f32_copy(testmodels.smollm2())
@@ -109,8 +109,9 @@ def test_the_policy_is_that_of_the_independent_implementation(compared, name):
         for head, window in enumerate(policy.row(layer)):
             heads += 1
             row = compared.expected[tau][layer.layer][head]
-            if independent.shortest(row, compared.windows, tau) != window:
-                near.append(min(abs(row - tau)))
+            theirs = independent.shortest(row, compared.windows, tau)
+            if theirs != window:  # the shorter of the two is the one that was doubtful
+                near.append(abs(row[compared.windows.index(min(w for w in (theirs, window) if w is not None))] - tau))
     print(f"{heads} KV heads, {len(near)} of them at the threshold: {near}")
     assert all(distance <= compared.tolerance for distance in near) and len(near) <= heads / 10
     chosen = [w for row in policy.layers.values() for w in row]
