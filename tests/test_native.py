@@ -52,9 +52,9 @@ def test_every_architecture_is_served_right_or_refused(random_models):
 
 @pytest.mark.parametrize("name", WALKED + MADE)
 def test_walk_of_sequence_operations(random_models, name):
-    # seeds 0 to 7 without sink tokens, 8 to 15 with
-    lines = run(native.binary("test-hwkv"), "walk", model(random_models, name), "--seeds", 0, 15, "--steps", 30)
-    assert len(lines) == 16
+    for first in (0, 8):  # seeds 0 to 7 are without sink tokens, 8 to 15 with
+        lines = run(native.binary("test-hwkv"), "walk", model(random_models, name), "--seeds", first, first + 4, "--steps", 30)
+        assert len(lines) == 5
 
 
 @pytest.mark.parametrize("name", ["qwen3-dense", "gemma3-dense", "qwen35-dense"])
