@@ -23,9 +23,9 @@ from .server import LlamaServer, ServerOptions
 
 MIB = 2**20
 N_CTX = 8192
-N_TRACE = 2048
+N_TRACE = 1024
 BUDGET = 0.6
-SETTINGS = Settings(taus=(0.95, 0.98, 0.99), sinks=(4,), n_queries=64)
+SETTINGS = Settings(taus=(0.95, 0.98), sinks=(4,), n_queries=64)
 QUESTIONS = ("What is the name of the harbour master's dog?", "What colour is my new boat?")
 
 
