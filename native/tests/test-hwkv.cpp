@@ -819,7 +819,7 @@ struct walk {
 
     // positions that are removed from the middle of a sequence, sink tokens among them, are gone for all of its windows
     void check_hole() {
-        const auto tokens = random_tokens(model.get(), 400, rng);
+        const auto tokens = random_tokens(model.get(), 330, rng);
 
         std::vector<float> logits[2];
 
