@@ -31,9 +31,9 @@ def bind(lib):
     for name, result in (("scale", ctypes.c_float), ("softcap", ctypes.c_float), ("save", i32), ("kept", ctypes.c_size_t)):
         function = getattr(lib, f"llama_hwkv_layer_{name}")
         function.argtypes, function.restype = [pointer], result
-    for name in ("restore", "drop"):
+    for name, result in (("restore", i32), ("drop", None)):
         function = getattr(lib, f"llama_hwkv_layer_{name}")
-        function.argtypes, function.restype = [pointer, i32], None
+        function.argtypes, function.restype = [pointer, i32], result
     lib.llama_hwkv_layer_windows.restype = lib.llama_hwkv_layer_samples.restype = None
 
 
@@ -118,8 +118,9 @@ class Layerwise:
         return self._lib.llama_hwkv_layer_save(self._ctx)
 
     def restore(self, number):
-        """Goes back to a kept state. K and V of the layer there must not have been computed anew since."""
-        self._lib.llama_hwkv_layer_restore(self._ctx, number)
+        """Goes back to a kept state. K and V of the layer there must not have been computed anew since. HwkvError if it is not kept."""
+        if self._lib.llama_hwkv_layer_restore(self._ctx, number) != 0:
+            raise HwkvError(f"no state {number} is kept")
 
     def drop(self, number):
         """Forgets a kept state."""

@@ -107,9 +107,10 @@ def calibrate(model, geometry, trace, folder, settings=Settings(), *, lengths=()
     check_model(geometry)
     run = _Run(model, geometry, trace, Path(folder), settings, model_sha256, progress)
     with run:
-        rows = {n_sink: run.rows(n_sink) for n_sink in settings.sinks}
+        sinks, taus = dict.fromkeys(settings.sinks), dict.fromkeys(settings.taus)  # each once
+        rows = {n_sink: run.rows(n_sink) for n_sink in sinks}
         lengths = sorted({*lengths, len(trace.sequences[0])})
-        return [run.record(tau, n_sink, rows[n_sink][tau], lengths) for n_sink in settings.sinks for tau in settings.taus]
+        return [run.record(tau, n_sink, rows[n_sink][tau], lengths) for n_sink in sinks for tau in taus]
 
 
 def check_model(geometry):

@@ -337,6 +337,8 @@ def test_what_cannot_be_run_is_said_and_does_no_harm(deep_hybrid):
                     layerwise.run(start, end)
             layerwise.run(START, first)
             assert (captured(layerwise, layers[0]) == before).all()
+            with pytest.raises(HwkvError, match="no state 7 is kept"):
+                layerwise.restore(7)
             with pytest.raises(HwkvError, match=f"the cache of layer {first} does not hold the 101 positions of trace 0"):
                 layerwise.traces = [np.append(traces[0], 1)]
                 layerwise.keys_values(layers[0], 0, 0)

@@ -43,7 +43,8 @@ extern "C" {
     // layer has stored its K and V and is about to attend. So windows can be chosen from what enters a layer, and the next
     // stretch attends under them; every layer is computed once. Needs FlashAttention.
 
-    // Windows of the KV heads of a layer (-1: full), and n_sink.
+    // Windows of the KV heads of a layer (-1: full), and n_sink, for the runs that start at it. All layers that such a run
+    // passes attend under them: let it end at the next configurable layer.
     LLAMA_API void llama_hwkv_layer_windows(struct llama_context * ctx, int32_t layer, int32_t n_sink, const int32_t * windows, int32_t n_windows);
 
     // The tokens whose Q and attention output are captured.
@@ -69,9 +70,9 @@ extern "C" {
     // does not have the positions 0 .. n_pos - 1.
     LLAMA_API int32_t llama_hwkv_layer_kv(const struct llama_context * ctx, int32_t layer, int32_t head_kv, llama_seq_id seq_id, int32_t n_pos, float * k, float * v);
 
-    // Keep what the last run left, to go on from there again.
+    // Keep what the last run left, to go on from there again. Restoring returns 0, or -1 if nothing is kept under the id.
     LLAMA_API int32_t llama_hwkv_layer_save   (struct llama_context * ctx);
-    LLAMA_API void    llama_hwkv_layer_restore(struct llama_context * ctx, int32_t id);
+    LLAMA_API int32_t llama_hwkv_layer_restore(struct llama_context * ctx, int32_t id);
     LLAMA_API void    llama_hwkv_layer_drop   (struct llama_context * ctx, int32_t id);
 
     // Bytes that are kept between runs.

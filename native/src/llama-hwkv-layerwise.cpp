@@ -60,8 +60,16 @@ int32_t llama_hwkv_layerwise::save() {
     return id_next++;
 }
 
-void llama_hwkv_layerwise::restore(int32_t id) {
-    state = saved.at(id);
+bool llama_hwkv_layerwise::restore(int32_t id) {
+    const auto it = saved.find(id);
+
+    if (it == saved.end()) {
+        return false;
+    }
+
+    state = it->second;
+
+    return true;
 }
 
 void llama_hwkv_layerwise::drop(int32_t id) {

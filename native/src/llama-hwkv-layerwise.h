@@ -44,9 +44,9 @@ public:
     // after decoding: forgets what nothing needs any more
     void end();
 
-    // go back to an earlier cut. the K and V behind it in the cache are still those of the last run
+    // go back to an earlier cut; false if it was not saved. the K and V behind it in the cache are still those of the last run
     int32_t save();
-    void    restore(int32_t id);
+    bool    restore(int32_t id);
     void    drop   (int32_t id);
 
     // of the last run: Q at its end [n_embd_head_k, n_head, n_samples], attention output at its start [n_embd_head_v*n_head, n_samples]

@@ -188,8 +188,8 @@ int32_t llama_hwkv_layer_save(llama_context * ctx) {
     return hwkv_layerwise(ctx).save();
 }
 
-void llama_hwkv_layer_restore(llama_context * ctx, int32_t id) {
-    hwkv_layerwise(ctx).restore(id);
+int32_t llama_hwkv_layer_restore(llama_context * ctx, int32_t id) {
+    return hwkv_layerwise(ctx).restore(id) ? 0 : -1;
 }
 
 void llama_hwkv_layer_drop(llama_context * ctx, int32_t id) {

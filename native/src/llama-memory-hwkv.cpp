@@ -1205,7 +1205,9 @@ const llama_memory_params & params,
     }
 
     const auto refuse = [&](const std::string & why) {
-        throw std::runtime_error("hwkv: the policy cannot be served: " + why + "; use --hwkv-policy off");
+        throw std::runtime_error(policy->calibrate
+            ? "hwkv: the model cannot be calibrated: " + why
+            : "hwkv: the policy cannot be served: " + why + "; use --hwkv-policy off");
     };
 
     const std::string why = llama_hwkv_refusal(model);
