@@ -38,6 +38,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from hwkv_llamacpp import HwkvError, ModelGeometry, native, seqcalib, testmodels, trace as traces
+from hwkv_llamacpp.calibration_run import Settings
 from hwkv_llamacpp.distortion import DistortionMeter
 from hwkv_llamacpp.layerwise import Layerwise
 from hwkv_llamacpp.runtime import Model, RuntimeOptions
@@ -110,7 +111,7 @@ def main():
     model = args.model or testmodels.smollm2()
     ModelGeometry.from_gguf(model)  # says what is wrong with it
     options = RuntimeOptions(n_threads=args.threads)
-    arms = {"prefill": None, "one": seqcalib.Settings((args.tau,)), "grid": seqcalib.Settings()}
+    arms = {"prefill": None, "one": Settings((args.tau,)), "grid": Settings()}
     RESULTS.parent.mkdir(exist_ok=True)
     os.environ.update(dict.fromkeys(BLAS_THREADS, str(args.threads)))  # read by NumPy where it is imported: in the fresh processes
 

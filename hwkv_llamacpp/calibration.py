@@ -4,13 +4,15 @@ import hashlib
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tqdm import tqdm
 
-from . import pareto, selection, seqcalib, trace as traces
+from . import leastkl, pareto, selection, seqcalib, trace as traces
 from .atomic import check_target
+from .budget import Budget
+from .calibration_run import TAUS, Record, Settings, check_model
 from .errors import HwkvError
 from .footprint import CACHE_TYPES
 from .geometry import ModelGeometry
@@ -18,6 +20,8 @@ from .heatmap import plot
 from .runtime import Model, RuntimeOptions
 
 BUDGET = 0.70  # the paper's policy of Qwen3.6-27B keeps 0.69
+SINK = 4  # four sink tokens take no more than a few cells, and let most heads have short windows
+METHODS = {"seqcalib": seqcalib.calibrate, "leastkl": leastkl.calibrate}
 
 
 @dataclass(frozen=True)
@@ -25,26 +29,42 @@ class Calibration:
     """All records, and the one selected."""
 
     records: list
-    selected: seqcalib.Record
+    selected: Record
 
 
-def calibrate(model_path, folder, *, text=(), held_out_text=(), n_tokens=4096, settings=seqcalib.Settings(), options=RuntimeOptions(),
-              budget=None, budget_bytes=None, tau=None, n_ctx=0, progress=True):
+def calibrate(model_path, folder, *, method="seqcalib", text=(), held_out_text=(), n_tokens=4096, settings=Settings(),
+              options=RuntimeOptions(), budget=None, budget_bytes=None, tau=None, n_ctx=0, progress=True):
     """Calibrates a policy for the model and selects one record.
 
-    folder: keeps the run, which a later call with the same arguments goes on with. text: files to calibrate on instead of the default
-    trace; held_out_text: files to measure on. n_tokens: length of each trace. options: how the model will be served.
+    folder: keeps the run, which a later call with the same arguments goes on with. method: of METHODS. text: files to calibrate on instead
+    of the default trace; held_out_text: files to measure on. n_tokens: length of each trace. options: how the model will be served.
     Of budget (retention, 0 to 1), budget_bytes and tau at most one; the budget holds at n_ctx tokens (0: the trained context).
     Returns a Calibration. HwkvError says what cannot be.
     """
+    geometry = ModelGeometry.from_gguf(model_path)
+    check_model(geometry)
+    records = find(model_path, geometry, folder, method=method, text=text, held_out_text=held_out_text, n_tokens=n_tokens, settings=settings,
+                   options=options, budget=budget, budget_bytes=budget_bytes, tau=tau, n_ctx=n_ctx, progress=progress)
+    return Calibration(records, select(records, geometry, options, budget=budget, budget_bytes=budget_bytes, tau=tau, n_ctx=n_ctx))
+
+
+def find(model_path, geometry, folder, *, method, text, held_out_text, n_tokens, settings, options, budget, budget_bytes, tau, n_ctx, progress):
+    """The records that calibrate() selects from."""
     if sum(x is not None for x in (budget, budget_bytes, tau)) > 1:
         raise HwkvError("of a retention budget, a budget in bytes and a tau at most one can select")
-    if tau is not None and tau not in settings.taus:
-        raise HwkvError(f"tau {tau:g} is not calibrated; the thresholds are {', '.join(f'{t:g}' for t in settings.taus)}")
-    geometry = ModelGeometry.from_gguf(model_path)
-    seqcalib.check_model(geometry)
+    if method not in METHODS:
+        raise HwkvError(f"no method is called {method!r}; there are {', '.join(METHODS)}")
     n_ctx = n_ctx or geometry.n_ctx_train
-    settings.candidates(n_tokens)
+    if method == "leastkl":
+        if tau is not None:
+            raise HwkvError("tau is a threshold of the method seqcalib; leastkl takes a budget")
+        # the one that is asked for, and others to compare it with
+        asked = Budget(n_ctx, None, budget_bytes, _context(options)) if budget_bytes is not None else Budget(n_ctx, BUDGET if budget is None else budget)
+        settings = replace(settings, budgets=(*settings.budgets, *(Budget(n_ctx, share) for share in leastkl.SHARES), asked))
+    elif tau is not None and tau not in settings.taus:
+        raise HwkvError(f"tau {tau:g} is not calibrated; the thresholds are {', '.join(f'{t:g}' for t in settings.taus)}")
+    for n_sink in settings.sinks:
+        settings.candidates(n_tokens, n_sink)
     if n_tokens > geometry.n_ctx_train:
         raise HwkvError(f"a trace of {n_tokens} tokens is asked for, but the model was trained with a context of {geometry.n_ctx_train}:"
                         " a lower --trace-tokens expected")
@@ -53,22 +73,31 @@ def calibrate(model_path, folder, *, text=(), held_out_text=(), n_tokens=4096, s
             trace = traces.from_files(model, text, n_tokens, held_out_paths=held_out_text)
         else:
             trace = traces.default(model, n_tokens, settings.seed)
-        records = seqcalib.calibrate(model, geometry, trace, folder, settings, lengths=(n_ctx, geometry.n_ctx_train),
-                                     model_sha256=_sha256(model_path, progress), progress=progress)
+        return METHODS[method](model, geometry, trace, folder, settings, lengths=(n_ctx, geometry.n_ctx_train),
+                               model_sha256=_sha256(model_path, progress), progress=progress)
+
+
+def select(records, geometry, options, *, budget=None, budget_bytes=None, tau=None, n_ctx=0):
+    """The record to deploy. HwkvError if none fits."""
+    n_ctx = n_ctx or geometry.n_ctx_train
     if tau is not None:
-        selected = selection.by_tau(records, tau)
-    elif budget_bytes is not None:
-        selected = selection.by_bytes(records, geometry, budget_bytes, n_ctx, n_ubatch=options.n_ubatch, type_k=options.type_k, type_v=options.type_v)
-    else:
-        selected = selection.by_retention(records, geometry, BUDGET if budget is None else budget, n_ctx)
-    return Calibration(records, selected)
+        return selection.by_tau(records, tau)
+    if budget_bytes is not None:
+        return selection.by_bytes(records, geometry, budget_bytes, n_ctx, **_context(options))
+    return selection.by_retention(records, geometry, BUDGET if budget is None else budget, n_ctx)
+
+
+def _context(options):
+    return {"n_ubatch": options.n_ubatch, "type_k": options.type_k, "type_v": options.type_v}
 
 
 def add_arguments(parser):
     parser.description = (
         "Finds a window for each KV head: the layers are taken from below, each with the lower ones already under their windows, and each"
         " KV head gets the shortest window under which its output on a trace stays as near to full history as a threshold asks"
-        " (SeqCalib). There is one record per threshold, measured on held-out text; the one that suits the budget is written."
+        " (--method seqcalib). There is one record per threshold, measured on held-out text; the one that suits the budget is written."
+        " --method leastkl measures how much each KV head matters to the model's predictions, and spends the budget where it saves most:"
+        " slower, and better the less the budget keeps."
         " Text like what the model will read gives the best windows: give your own with --text."
         " Interrupted, the same command goes on where it stopped.")
     parser.epilog = ("example:\n  hwkv calibrate model.gguf -o policy.json --budget 0.7 -c 32768\n"
@@ -86,14 +115,19 @@ def add_arguments(parser):
     parser.add_argument("-c", "--ctx-size", type=_count, default=0, metavar="N", help="context that the budget is meant for (default: the trained one)")
 
     group = parser.add_argument_group("calibration")
-    group.add_argument("--taus", type=_list(_threshold), metavar="T,...", help=f"thresholds (default: {','.join(f'{t:g}' for t in seqcalib.TAUS)})")
+    group.add_argument("--method", choices=METHODS, default="seqcalib", help="default: %(default)s")
+    group.add_argument("--taus", type=_list(_threshold), metavar="T,...", help=f"thresholds of seqcalib (default: {','.join(f'{t:g}' for t in TAUS)})")
     group.add_argument("--sink", type=_from_zero, action="append", metavar="N",
-                       help="first tokens that every window sees, may be given again to calibrate several numbers (default: 0)")
-    group.add_argument("--windows", type=_list(_count), metavar="N,...", help="candidate windows in tokens (default: powers of two from 256 to half of the trace)")
+                       help=f"first tokens that every window sees, may be given again to calibrate several numbers (default: {SINK}; the paper: 0)")
+    group.add_argument("--windows", type=_list(_count), metavar="N,...",
+                       help="candidate windows in tokens (default: powers of two from 256 to half of the trace, less the sinks)")
     group.add_argument("--text", type=Path, action="append", default=[], metavar="FILE", help="text to calibrate on, may be given again (default: a mix that ships)")
     group.add_argument("--held-out-text", type=Path, action="append", default=[], metavar="FILE", help="text to measure on (default: the end of --text)")
     group.add_argument("--trace-tokens", type=_count, default=4096, metavar="N", help="length of each of up to three traces (default: %(default)s)")
     group.add_argument("--queries", type=_count, default=128, metavar="N", help="queries that are scored in each trace (default: %(default)s)")
+    group.add_argument("--probe-tokens", type=_count, metavar="N",
+                       help="of each trace, on which leastkl measures how much each KV head matters; few are quick, but do not show what far"
+                            " tokens are for (default: all)")
     group.add_argument("--seed", type=_from_zero, default=0, metavar="N", help="of the choice of texts and queries (default: %(default)s)")
 
     group = parser.add_argument_group("runtime, as the model will be served")
@@ -111,24 +145,40 @@ def run(args):
     if not os.access(parent, os.W_OK):  # said before hours of work, not after
         raise HwkvError(f"{args.output}: cannot write: {parent} {'is read-only' if parent.is_dir() else 'is no folder'}")
     folder = args.folder or args.output.with_suffix(".calib")
-    taus = args.taus or ((args.tau,) if args.tau is not None else seqcalib.TAUS)
-    settings = seqcalib.Settings(tuple(taus), tuple(args.sink or (0,)), args.windows and tuple(args.windows), args.queries, args.seed)
+    if args.method != "seqcalib" and args.taus:
+        raise HwkvError(f"--taus are thresholds of the method seqcalib, not of {args.method}")
+    taus = args.taus or ((args.tau,) if args.tau is not None else TAUS)
+    settings = Settings(tuple(taus), tuple(args.sink or (SINK,)), args.windows and tuple(args.windows), args.queries, args.seed,
+                        probe_tokens=args.probe_tokens)
     options = RuntimeOptions(args.ubatch_size, args.cache_type_k, args.cache_type_v, args.n_gpu_layers, args.threads)
-    result = calibrate(args.model, folder, text=args.text, held_out_text=args.held_out_text, n_tokens=args.trace_tokens, settings=settings,
-                       options=options, budget=args.budget, budget_bytes=args.budget_bytes, tau=args.tau, n_ctx=args.ctx_size,
-                       progress=sys.stderr.isatty() or not args.json)
     geometry = ModelGeometry.from_gguf(args.model)
-    pareto.plot(result.records, folder / "pareto.png", result.selected, title=geometry.name)
-    for record in result.records:
-        plot(record.policy, folder / f"policy-sink{record.n_sink}-tau{record.tau}.png", geometry, overwrite=True,
-             title=f"{geometry.name}, tau {record.tau:g}" + f", n_sink {record.n_sink}" * (record.n_sink > 0))
-    result.selected.policy.save(args.output, overwrite=args.force)
+    check_model(geometry)
+    if args.ctx_size > geometry.n_ctx_train:
+        print(f"warning: {args.model} was trained with a context of {geometry.n_ctx_train:,}; the budget is meant for {args.ctx_size:,}", file=sys.stderr)
+    limits = {"budget": args.budget, "budget_bytes": args.budget_bytes, "tau": args.tau, "n_ctx": args.ctx_size}
+    try:
+        records = find(args.model, geometry, folder, method=args.method, text=args.text, held_out_text=args.held_out_text,
+                       n_tokens=args.trace_tokens, settings=settings, options=options, progress=sys.stderr.isatty() or not args.json, **limits)
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on from here", file=sys.stderr)
+        raise
+    try:
+        selected = select(records, geometry, options, **limits)
+    except HwkvError:
+        if not args.json:
+            pareto.print_table(records)  # what there is to choose from
+        raise
+    pareto.plot(records, folder / "pareto.png", selected, title=geometry.name)
+    for record in records:
+        plot(record.policy, folder / f"policy-{record.file_stem}.png", geometry, overwrite=True,
+             title=f"{geometry.name}, {record.setting}" + f", n_sink {record.n_sink}" * (record.n_sink > 0))
+    selected.policy.save(args.output, overwrite=args.force)
     if args.json:
-        print(json.dumps({"selected": {"tau": result.selected.tau, "n_sink": result.selected.n_sink}, "policy": str(args.output), "run": str(folder),
-                          "records": [json.loads(record.to_json()) for record in result.records]}, indent=2, ensure_ascii=False))
+        print(json.dumps({"selected": {"tau": selected.tau, "budget": selected.budget, "n_sink": selected.n_sink}, "policy": str(args.output),
+                          "run": str(folder), "records": [json.loads(record.to_json()) for record in records]}, indent=2, ensure_ascii=False))
         return
-    pareto.print_table(result.records, result.selected)
-    print(f"wrote {args.output} (tau {result.selected.tau:g}: {result.selected.policy.summary(geometry)})")
+    pareto.print_table(records, selected)
+    print(f"wrote {args.output} ({selected.setting}: {selected.policy.summary(geometry)})")
     print(f"scores, records and pictures are in {folder}")
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from . import native
 from .errors import HwkvError
+from .replay import replay
 from .runtime import batch, log_lines
 
 START = END = -1
@@ -85,6 +86,20 @@ class Layerwise:
         if code != 0:
             raise HwkvError(f"decoding from layer {layer_from} to layer {layer_to} failed: {error.value.decode(errors='replace')}")
 
+    def logits(self, layer_from, positions):
+        """Computes from the attention of a layer to the end. Logits [n_position, n_vocab] float32 at these positions of each trace, in order."""
+        n_before = np.cumsum([0, *map(len, self.traces)])
+        wanted = [int(start + p) for start, at in zip(n_before, positions) for p in at]
+        try:
+            for i in wanted:
+                self._batch.logits[i] = True
+            self.run(layer_from, END)
+        finally:
+            for i in wanted:
+                self._batch.logits[i] = False
+        llama_cpp, n_vocab = native.load(), self._context.model.n_vocab
+        return np.array([np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self._ctx, i), (n_vocab,)) for i in wanted])
+
     def set_windows(self, layer, row, n_sink=0):
         """Windows of a layer's KV heads, None for full, for the runs that start at it."""
         windows = np.array([-1 if w is None else w for w in row], dtype=np.int32)
@@ -112,6 +127,19 @@ class Layerwise:
         self._lib.llama_hwkv_layer_sinks(self._ctx, sinks.ctypes.data)
         return {"scale": self._lib.llama_hwkv_layer_scale(self._ctx), "softcap": self._lib.llama_hwkv_layer_softcap(self._ctx),
                 "sinks": sinks if sinks.size else None}
+
+    def replay(self, layer, windows, n_sink=0):
+        """What the Layer that the last run ended at would attend to under every window and with full history: for each KV head, and inside
+        for each trace, [n_window + 1, n_query, n_gqa, head_dim_v] float32, the last one full."""
+        attention, queries = self.attention(), self.queries(layer)
+        n_gqa = layer.n_head // layer.n_head_kv
+        sinks = attention.pop("sinks")
+        result = []
+        for head in range(layer.n_head_kv):
+            group = slice(head * n_gqa, (head + 1) * n_gqa)
+            result.append([replay(queries[i][:, group], self.samples[i], *self.keys_values(layer, head, i), windows, n_sink=n_sink,
+                                  sinks=None if sinks is None else sinks[group], **attention) for i in range(len(self.traces))])
+        return result
 
     def save(self):
         """Keeps the state at the end of the last run; returns its number."""

@@ -10,7 +10,7 @@ def by_tau(records, tau):
     """The record of a threshold, with the least distortion among those with other numbers of sinks. HwkvError if there is none."""
     matching = [r for r in records if r.tau == tau]
     if not matching:
-        raise HwkvError(f"no record has tau {tau:g}; there are {', '.join(f'{r.tau:g}' for r in records)}")
+        raise HwkvError(f"no record has tau {tau:g}; there are {', '.join(r.setting for r in records)}")
     return min(matching, key=lambda r: r.distortion["kl"])
 
 
@@ -30,6 +30,6 @@ def _best(records, cost, limit, states, shows):
     fitting = [r for r in records if cost(r) <= limit]
     if not fitting:
         nearest = min(records, key=cost)
-        raise HwkvError(f"no record fits the budget of {shows.format(limit)}: the nearest, tau {nearest.tau:g}, {states.format(cost(nearest))};"
+        raise HwkvError(f"no record fits the budget of {shows.format(limit)}: the nearest, {nearest.setting}, {states.format(cost(nearest))};"
                         " lower thresholds (--taus) or shorter --windows keep less")
-    return min(fitting, key=lambda r: (r.distortion["kl"], cost(r), -r.tau))
+    return min(fitting, key=lambda r: (r.distortion["kl"], cost(r), -(r.tau or 0)))

@@ -10,91 +10,17 @@ interrupted reads what is there and goes on; the rows follow from the files alon
 """
 
 import hashlib
-import importlib.metadata
 import json
 import time
-from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from . import __version__
-from .atomic import replacing
-from .distortion import Distortion, DistortionMeter
+from .calibration_run import CalibrationRun, Settings, check_replay, chosen, read, write
 from .errors import HwkvError
 from .layerwise import END, START, Layerwise
-from .policy import Policy
-from .replay import replay
 from .scores import LayerScores, shortest_window, stabilised_cosine
-from .trace import sample_positions
-
-TAUS = (0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
-# Squared error of the replayed attention output against the runtime's, relative to the output's energy. The runtime sums V in half
-# precision on some backends, and rounds Q to 8 bits for quantised K.
-TOLERANCE = {True: 2e-3, False: 2e-2}  # K and V as F32, F16 or BF16: True
-ELSEWHERE = "remove the folder or name another one with --run"
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a calibration is asked for. windows None: powers of two from 256 to half of the trace."""
-
-    taus: tuple[float, ...] = TAUS
-    sinks: tuple[int, ...] = (0,)  # numbers of first positions that every window sees; each is calibrated by itself
-    windows: tuple[int, ...] | None = None
-    n_queries: int = 128  # of each trace sequence
-    seed: int = 0
-
-    def __post_init__(self):
-        for tau in self.taus:
-            if not 0 < tau <= 1:
-                raise HwkvError(f"tau is {tau}, a number above 0 and up to 1 expected")
-        if not self.taus:
-            raise HwkvError("no tau is given, at least one expected")
-        if not self.sinks or min(self.sinks) < 0:
-            raise HwkvError(f"n_sink is {min(self.sinks, default='not given')}, 0 or more expected")
-        if self.n_queries < 1:
-            raise HwkvError(f"n_queries is {self.n_queries}, at least 1 expected")
-
-    def candidates(self, n_tokens):
-        """The candidate windows for traces of n_tokens, ascending."""
-        if self.windows is None:
-            windows = [2**i for i in range(8, 31) if 2**i <= n_tokens // 2]
-            if not windows:
-                raise HwkvError(f"the trace has {n_tokens} tokens, too few for the shortest window, 256: at least 512 expected, or other --windows")
-            return windows
-        for w in self.windows:
-            if not 1 <= w <= n_tokens // 2:
-                raise HwkvError(f"window {w} cannot be judged on a trace of {n_tokens} tokens: 1 to {n_tokens // 2} expected")
-        return sorted(set(self.windows))
-
-
-@dataclass(frozen=True)
-class Record:
-    """The result of one threshold and number of sinks.
-
-    retention: {n_tokens: share of KV cells kept}. mean_score: over the KV heads, of the window that each got (full: 1).
-    distortion: of the policy on the held-out text, see distortion.Distortion. seconds: what its layers took, shared ones included.
-    """
-
-    tau: float
-    n_sink: int
-    policy: Policy
-    retention: dict[int, float]
-    mean_score: float
-    distortion: dict
-    seconds: float
-
-    def to_json(self):
-        data = {**asdict(self), "policy": json.loads(self.policy.to_json())}
-        return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
-
-    @classmethod
-    def from_data(cls, data):
-        Distortion(**data["distortion"])
-        return cls(**{**data, "policy": Policy.from_json(json.dumps(data["policy"])), "retention": {int(n): x for n, x in data["retention"].items()}})
 
 
 def calibrate(model, geometry, trace, folder, settings=Settings(), *, lengths=(), model_sha256=None, progress=True):
@@ -104,65 +30,22 @@ def calibrate(model, geometry, trace, folder, settings=Settings(), *, lengths=()
     lengths: token counts at which retention is recorded, besides the trace's own.
     HwkvError if the folder holds another calibration, or if a replayed attention output is not the runtime's.
     """
-    check_model(geometry)
-    run = _Run(model, geometry, trace, Path(folder), settings, model_sha256, progress)
-    with run:
+    with _Run(model, geometry, trace, folder, settings, model_sha256, progress) as run:
         sinks, taus = dict.fromkeys(settings.sinks), dict.fromkeys(settings.taus)  # each once
         rows = {n_sink: run.rows(n_sink) for n_sink in sinks}
         lengths = sorted({*lengths, len(trace.sequences[0])})
-        return [run.record(tau, n_sink, rows[n_sink][tau], lengths) for n_sink in sinks for tau in taus]
+        return [run.of_tau(tau, n_sink, rows[n_sink][tau], lengths) for n_sink in sinks for tau in taus]
 
 
-def check_model(geometry):
-    """HwkvError if no layer of the model can be calibrated."""
-    if geometry.refusal:
-        raise HwkvError(f"no policy fits a model of architecture {geometry.architecture}: {geometry.refusal}")
-    if not geometry.configurable:
-        raise HwkvError("the model has no layer that takes windows: there is nothing to calibrate")
-
-
-class _Run:
+class _Run(CalibrationRun):
     def __init__(self, model, geometry, trace, folder, settings, model_sha256, progress):
-        self.model, self.geometry, self.trace, self.folder, self.settings = model, geometry, trace, folder, settings
-        self.layers = geometry.configurable
-        self.n_tokens = len(trace.sequences[0])
-        self.windows = settings.candidates(self.n_tokens)
-        self.samples = sample_positions(trace, settings.n_queries, settings.seed)
-        self.walker = None
-        self.meter = None
-        self.progress = progress
-        self.identity = {
-            "method": "seqcalib", "n_ctx": self.n_tokens, "windows": self.windows, "n_queries": settings.n_queries, "seed": settings.seed,
-            "trace": trace.source, "trace_sha256": trace.sha256, "held_out_sha256": trace.held_out_sha256,
-            "model_fingerprint": geometry.fingerprint, **({"model_sha256": model_sha256} if model_sha256 else {}),
-            "type_k": model.options.type_k, "type_v": model.options.type_v, "n_ubatch": model.options.n_ubatch,
-            "hwkv": __version__, "llama_cpp_python": importlib.metadata.version("llama-cpp-python"), "numpy": np.__version__,
-        }
-        self._open_folder()
+        self.walker, self.progress = None, progress
+        super().__init__("seqcalib", model, geometry, trace, folder, settings, model_sha256)
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        for part in (self.walker, self.meter):
-            if part:
-                part.close()
-
-    def _open_folder(self):
-        path = self.folder / "run.json"
-        text = json.dumps(self.identity, indent=1, ensure_ascii=False) + "\n"
-        try:
-            (self.folder / "layers").mkdir(parents=True, exist_ok=True)
-            (self.folder / "records").mkdir(exist_ok=True)
-        except OSError as error:
-            raise HwkvError(f"{self.folder}: cannot write: {error.strerror}") from None
-        if not path.exists():
-            return _write(path, text)
-        held = _read(path, dict, ELSEWHERE)
-        for key in {**held, **self.identity}:
-            if held.get(key) != self.identity.get(key):
-                raise HwkvError(f"{self.folder}: holds another calibration: its {key} is {held.get(key)}, now it is {self.identity.get(key)};"
-                                f" {ELSEWHERE}")
+    def release(self):
+        if self.walker:
+            self.walker.close()
+            self.walker = None
 
     # the tree of thresholds
 
@@ -188,12 +71,12 @@ class _Run:
         scores, outputs, save = self._scores(rows)
         groups = {}
         for tau in taus:
-            groups.setdefault(tuple(shortest_window(scores.mean[h], self.windows, tau) for h in range(layer.n_head_kv)), []).append(tau)
+            groups.setdefault(tuple(shortest_window(scores.mean[h], scores.windows, tau) for h in range(layer.n_head_kv)), []).append(tau)
         bar.update(len(taus))
         forked = len(groups) > 1 and self.walker and self.walker.keep(rows)
         if outputs is not None:
             for row in groups:
-                self.walker.expect(rows + (row,), self._chosen(outputs, row), save)
+                self.walker.expect(rows + (row,), chosen(outputs, row, scores.windows), save)
             del outputs  # of all windows: the layers above have their own
         for row, members in groups.items():
             self._descend(rows + (row,), members, leaves, bar)
@@ -209,79 +92,42 @@ class _Run:
         layer = self.layers[len(rows)]
         path = self._layer_file(self.n_sink, rows)
         if path.exists():
-            return self._saved_scores(layer, path)[0], None, None
+            return self._saved_scores(layer, self.n_sink, path)[0], None, None
         start = time.monotonic()
         if self.walker is None:
-            self.walker = _Walker(Layerwise(self.model, list(self.trace.sequences), self.samples), self.layers, self._tolerance(), self.n_sink)
+            self.walker = _Walker(Layerwise(self.model, list(self.trace.sequences), self.samples), self.layers, self.tolerance, self.n_sink)
         self.walker.go(rows)
-        outputs = self._replay(layer)
+        windows = self.windows[self.n_sink]
+        outputs = self.walker.layerwise.replay(layer, windows, self.n_sink)
         cosines = [np.concatenate([stabilised_cosine(out) for out in traces]) for traces in outputs]
-        scores = LayerScores.from_cosines(layer.layer, self.windows, self.n_sink, cosines)
+        scores = LayerScores.from_cosines(layer.layer, windows, self.n_sink, cosines)
         if not np.isfinite(scores.mean).all():
             raise HwkvError(f"layer {layer.layer}: the attention output on the trace holds values that are no numbers, so no window can be judged")
         text = json.dumps({"scores": scores.to_dict(), "seconds": round(time.monotonic() - start, 3)}) + "\n"
-        return LayerScores.from_dict(scores.to_dict()), outputs, partial(_write, path, text)  # the scores as a resumed run reads them
+        return LayerScores.from_dict(scores.to_dict()), outputs, partial(write, path, text)  # the scores as a resumed run reads them
 
-    def _saved_scores(self, layer, path):
+    def _saved_scores(self, layer, n_sink, path):
         """(LayerScores, seconds) of a layer's file."""
         def parse(data):
             scores, seconds = LayerScores.from_dict(data["scores"]), float(data["seconds"])
-            if (scores.layer, scores.windows, len(scores.mean)) != (layer.layer, tuple(self.windows), layer.n_head_kv):
+            if (scores.layer, scores.windows, len(scores.mean)) != (layer.layer, tuple(self.windows[n_sink]), layer.n_head_kv):
                 raise HwkvError(f"scores of layer {scores.layer} with {len(scores.mean)} KV heads and windows {list(scores.windows)}; layer"
-                                f" {layer.layer} with {layer.n_head_kv} and {self.windows} expected")
+                                f" {layer.layer} with {layer.n_head_kv} and {self.windows[n_sink]} expected")
             return scores, seconds
 
-        return _read(path, parse)
+        return read(path, parse)
 
-    def _replay(self, layer):
-        """Outputs [n_window + 1, n_query, n_gqa, head_dim_v] for each KV head and, inside, each trace."""
-        layerwise = self.walker.layerwise
-        attention = layerwise.attention()
-        queries = layerwise.queries(layer)
-        n_gqa = layer.n_head // layer.n_head_kv
-        result = []
-        for h in range(layer.n_head_kv):
-            group = slice(h * n_gqa, (h + 1) * n_gqa)
-            sinks = attention["sinks"]
-            result.append([
-                replay(queries[i][:, group], self.samples[i], *layerwise.keys_values(layer, h, i), self.windows, scale=attention["scale"],
-                       n_sink=self.n_sink, softcap=attention["softcap"], sinks=None if sinks is None else sinks[group])
-                for i in range(len(self.trace.sequences))])
-        return result
+    def of_tau(self, tau, n_sink, rows, lengths):
+        """The Record of a threshold."""
+        def cost():
+            score, seconds = [], 0.0
+            for k, row in enumerate(rows):
+                scores, spent = self._saved_scores(self.layers[k], n_sink, self._layer_file(n_sink, rows[:k]))
+                score += [1.0 if w is None else scores.mean[h][scores.windows.index(w)] for h, w in enumerate(row)]
+                seconds += spent
+            return float(f"{np.mean(score):.7g}"), seconds
 
-    def _chosen(self, outputs, row):
-        """Attention output under a row, all traces in one array [n_query, n_head, head_dim_v]."""
-        index = [len(self.windows) if w is None else self.windows.index(w) for w in row]
-        return np.concatenate([np.concatenate([out[i] for out in traces]) for i, traces in zip(index, outputs)], axis=1)
-
-    def _tolerance(self):
-        return TOLERANCE[{self.model.options.type_k, self.model.options.type_v} <= {"f32", "f16", "bf16"}]
-
-    # records
-
-    def record(self, tau, n_sink, rows, lengths):
-        """The Record; measured now, or read where it was measured before."""
-        path = self.folder / "records" / f"sink{n_sink}-tau{tau}.json"
-        policy = Policy({layer.layer: row for layer, row in zip(self.layers, rows)}, n_sink, model=self.geometry.describe(),
-                        provenance={**self.identity, "tau": tau})
-        retention = {n: round(policy.retention(n, self.geometry), 6) for n in lengths}
-        if path.exists():
-            held = _read(path, Record.from_data)
-            if held.policy == policy and held.retention == retention:
-                return held
-        score, seconds = [], 0.0
-        for k, row in enumerate(rows):
-            scores, spent = self._saved_scores(self.layers[k], self._layer_file(n_sink, rows[:k]))
-            score += [1.0 if w is None else scores.mean[h][self.windows.index(w)] for h, w in enumerate(row)]
-            seconds += spent
-        if self.meter is None:
-            if self.walker:
-                self.walker.close()  # its context holds the traces; the measurement needs the room
-                self.walker = None
-            self.meter = DistortionMeter(self.model, self.trace.held_out)
-        record = Record(tau, n_sink, policy, retention, float(f"{np.mean(score):.7g}"), self.meter.measure(policy).to_dict(), round(seconds, 3))
-        _write(path, record.to_json())
-        return record
+        return self.record(rows, n_sink, lengths, cost, tau=tau)
 
 
 class _Walker:
@@ -346,26 +192,5 @@ class _Walker:
         if rows not in self.expected:
             return
         expected, agreed = self.expected.pop(rows)
-        actual = np.concatenate(self.layerwise.outputs(layer))
-        error = float(((actual - expected)**2).sum(dtype=np.float64) / (expected**2).sum(dtype=np.float64))
-        if not error <= self.tolerance:
-            raise HwkvError(f"layer {layer.layer}: the replayed attention output is not the runtime's: relative squared error {error:.2g},"
-                            f" at most {self.tolerance:g} expected; the captured Q, K and V are not what the layer attends")
+        check_replay(layer, expected, np.concatenate(self.layerwise.outputs(layer)), self.tolerance)
         agreed()
-
-
-def _write(path, text):
-    with replacing(path, overwrite=True) as file:
-        file.write(text.encode())
-
-
-def _read(path, parse, advice="remove it, and it is made again"):
-    """parse() of the JSON in a file of the run folder."""
-    def constant(name):
-        raise ValueError(f"{name} is not a JSON value")
-
-    try:
-        return parse(json.loads(path.read_text(encoding="utf-8"), parse_constant=constant))
-    except (HwkvError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = f"key {error} is missing" if isinstance(error, KeyError) else error
-        raise HwkvError(f"{path}: not a file of this calibration: {reason}; {advice}") from None

@@ -108,11 +108,11 @@ def retrieval(model, texts, n_tokens, rng):
     return np.concatenate(tokens)
 
 
-def sample_positions(trace, n_queries, seed):
-    """Positions of the queries to score, of each sequence's second half, where long histories exist: ascending, without repeats."""
+def sample_positions(sequences, n_queries, seed):
+    """Positions of the queries to score, of each token sequence's second half, where long histories exist: ascending, without repeats."""
     rng = np.random.default_rng(seed)
     result = []
-    for sequence in trace.sequences:
+    for sequence in sequences:
         first = len(sequence) // 2
         result.append(first + np.sort(rng.choice(len(sequence) - first, min(n_queries, len(sequence) - first), replace=False)))
     return result

@@ -6,7 +6,7 @@ from hwkv_llamacpp import HwkvError, ModelGeometry
 from hwkv_llamacpp.footprint import predict
 from hwkv_llamacpp.handmade import uniform
 from hwkv_llamacpp.selection import by_bytes, by_retention, by_tau
-from hwkv_llamacpp.seqcalib import Record
+from hwkv_llamacpp.calibration_run import Record
 
 
 @pytest.fixture
@@ -74,5 +74,5 @@ def test_bytes_are_those_that_the_runtime_allocates(geometry, records):
 def test_by_tau(geometry, records):
     assert by_tau(records, 0.95) is records[1]
     assert by_tau([*records, record(geometry, 0.95, 64, 0.05, n_sink=4)], 0.95).n_sink == 4  # the less distorted of two
-    with pytest.raises(HwkvError, match=r"no record has tau 0\.5; there are 0\.9, 0\.95, 0\.99, 0\.999"):
+    with pytest.raises(HwkvError, match=r"no record has tau 0\.5; there are tau 0\.9, tau 0\.95, tau 0\.99, tau 0\.999"):
         by_tau(records, 0.5)

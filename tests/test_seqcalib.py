@@ -22,7 +22,8 @@ from hwkv_llamacpp import HwkvError, ModelGeometry, Policy, native, testmodels
 from hwkv_llamacpp import trace as traces
 from hwkv_llamacpp.gguf_file import GGUFFile
 from hwkv_llamacpp.scores import LayerScores
-from hwkv_llamacpp.seqcalib import Settings, _Run, calibrate
+from hwkv_llamacpp.calibration_run import Settings
+from hwkv_llamacpp.seqcalib import _Run, calibrate
 
 try:
     native.library()
@@ -81,7 +82,7 @@ def compared(request, tmp_path_factory):
     with Model(path, options()) as model:
         records = calibrate(model, geometry, trace, folder, settings, progress=False)
     truth = reference.load(str(path))
-    positions = traces.sample_positions(trace, n_queries, settings.seed)
+    positions = traces.sample_positions(trace.sequences, n_queries, settings.seed)
 
     def expected(policy):
         return independent.layer_scores(truth, trace.sequences, positions, windows, {x.layer: policy.row(x) for x in geometry.configurable}, n_sink)
@@ -205,7 +206,7 @@ def command(text):
 
     def words(output, *more):
         return [str(w) for w in ("calibrate", path, "-o", output, "--text", text, "--trace-tokens", 512, "--windows", "8,16,32,64,128,256",
-                                 "--taus", ",".join(map(str, TAUS)), "--queries", 64, "-ub", 128, "-t", 1, "-ngl", 0, "-c", 4096, *more)]
+                                 "--taus", ",".join(map(str, TAUS)), "--queries", 64, "-ub", 128, "-t", 1, "-ngl", 0, "-c", 4096, "--sink", 0, *more)]
 
     return words
 
@@ -282,7 +283,7 @@ def test_selection_from_a_finished_run(undisturbed, command, hwkv, tmp_path):
         held = records(run)
         if chosen is None:  # all fit: the least KL
             chosen = min(held.values(), key=lambda r: r["distortion"]["kl"])["tau"]
-        assert selected == {"tau": chosen, "n_sink": 0}
+        assert selected == {"tau": chosen, "budget": None, "n_sink": 0}
         assert Policy.load(tmp_path / f"{i}.json") == Policy.from_json(json.dumps(held[chosen, 0]["policy"]))
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
@@ -389,7 +390,7 @@ def test_options_that_are_refused(hwkv, command, tmp_path, flags, code, part):
 
 def test_default_windows_need_a_trace(hwkv, mini_hybrid, tmp_path):
     words = ["calibrate", mini_hybrid, "-o", tmp_path / "p.json", "--trace-tokens", 511]
-    refused(hwkv, words, "the trace has 511 tokens, too few for the shortest window, 256")
+    refused(hwkv, words, "the trace has 511 tokens, too few for the default windows: at least 512 expected")
 
 
 def test_models_that_are_refused(hwkv, command, random_models, tmp_path):

@@ -142,11 +142,11 @@ def test_hash_is_of_lengths_and_tokens():
 
 def test_sampled_positions():
     made = trace.Trace((np.zeros(1001, np.int32), np.zeros(1001, np.int32)), (), {})
-    positions = trace.sample_positions(made, 64, seed=1)
+    positions = trace.sample_positions(made.sequences, 64, seed=1)
     for at in positions:
         assert len(at) == 64 == len(set(at)) and (np.diff(at) > 0).all() and 500 <= at[0] and at[-1] < 1001
     assert (positions[0] != positions[1]).any()
-    again, other = trace.sample_positions(made, 64, seed=1), trace.sample_positions(made, 64, seed=2)
+    again, other = trace.sample_positions(made.sequences, 64, seed=1), trace.sample_positions(made.sequences, 64, seed=2)
     assert all((a == b).all() for a, b in zip(positions, again)) and (positions[0] != other[0]).any()
     # more than there are: all of the second half
-    assert [at.tolist() for at in trace.sample_positions(made, 10_000, seed=1)] == [list(range(500, 1001))] * 2
+    assert [at.tolist() for at in trace.sample_positions(made.sequences, 10_000, seed=1)] == [list(range(500, 1001))] * 2
