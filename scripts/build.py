@@ -89,6 +89,8 @@ def main(argv):
     # refuses what cannot be built before anything long starts
     find_compiler()
     cmake_arguments(args, args.sanitize, None)
+    if args.source:
+        args.source = own_source(args.source)
 
     BUILD.mkdir(exist_ok=True)
     with open(BUILD / "lock", "w") as lock:
@@ -180,6 +182,8 @@ def pip(*args, goal, **environment):
     if done.returncode != 0:
         if "DO NOT MATCH THE HASHES" in done.stdout:
             raise BuildError("the package index served an sdist whose hash is not the one pinned in native/UPSTREAM.")
+        if re.search("connection (broken|error)|NewConnectionError|Max retries exceeded", done.stdout):
+            raise BuildError(f"pip could not {goal}: the package index cannot be reached (network, proxy, pip's configuration?); see {log}.")
         reasons = [line[7:].rstrip(".") for line in done.stdout.splitlines() if line.startswith("ERROR: ")]
         raise BuildError(f"pip could not {goal} ({reasons[-1] if reasons else 'no reason given'}); see {log}.")
 
@@ -207,12 +211,25 @@ def fetch_sdist(pins):
 
 # ---- source trees ----------------------------------------------------------------------------------------------------
 
+def own_source(folder):
+    """The llama.cpp tree that --source names."""
+    folder = folder.expanduser().resolve()
+    if not (folder / "src" / "llama-model.cpp").exists():
+        raise BuildError(f"--source {folder} is not a llama.cpp tree.")
+    return folder
+
+
+def commit_of(folder):
+    """Short commit of a user's own tree; "unknown" where it is no repository."""
+    if not (folder / ".git").exists() or not shutil.which("git"):
+        return "unknown"
+    said = subprocess.run(["git", "-C", str(folder), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return said.stdout.strip() or "unknown"
+
+
 def pristine_source(pins, source):
     """The llama.cpp tree that nothing is changed in."""
     if source:
-        source = source.expanduser().resolve()
-        if not (source / "src" / "llama-model.cpp").exists():
-            raise BuildError(f"--source {source} is not a llama.cpp tree.")
         return source
     tree, stamp = BUILD / "upstream" / "src", BUILD / "upstream" / "src-stamp"
     if tree.exists() and stamp.exists() and stamp.read_text() == pins["sdist_sha256"]:
@@ -349,7 +366,7 @@ def cuda_arguments(arch):
     return arguments
 
 
-def cmake_arguments(args, sanitize, pinned):
+def cmake_arguments(args, sanitize, commit):
     backend = "cpu" if sanitize else "cuda" if args.cuda else "vulkan" if args.vulkan else "metal" if args.metal else "cpu"
     arguments = [
         "-DLLAMA_OPENSSL=OFF", "-DLLAMA_BUILD_UI=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF", "-DLLAMA_BUILD_APP=OFF",
@@ -362,9 +379,9 @@ def cmake_arguments(args, sanitize, pinned):
         # DT_RPATH, not DT_RUNPATH: an old libllama or libggml on LD_LIBRARY_PATH must not win over ours
         flags = f"{os.environ.get('LDFLAGS', '')} -Wl,--disable-new-dtags".strip()
         arguments += [f"-DCMAKE_EXE_LINKER_FLAGS={flags}", f"-DCMAKE_SHARED_LINKER_FLAGS={flags}"]
-    if pinned:
-        # not the commit of the repository that build/ happens to lie in
-        arguments += ["-DGIT_EXE=", "-DLLAMA_BUILD_NUMBER=0", f"-DLLAMA_BUILD_COMMIT={pinned}"]
+    if commit:
+        # not that of the repository that build/ happens to lie in
+        arguments += ["-DGIT_EXE=", "-DLLAMA_BUILD_NUMBER=0", f"-DLLAMA_BUILD_COMMIT={commit}"]
     if backend == "cuda":
         arguments += cuda_arguments(args.cuda_arch)
     if backend == "vulkan":
@@ -441,7 +458,7 @@ def build(args, upstream=None, sanitize=None):
     if args.rpc and not sanitize:
         targets.append("ggml-rpc-server")
 
-    name, arguments = cmake_arguments(args, sanitize, None if args.source else pins["llama_cpp_commit"])
+    name, arguments = cmake_arguments(args, sanitize, commit_of(pristine) if args.source else pins["llama_cpp_commit"])
     folder = base / name
     # relative paths and no working directory in ccache's keys: the upstream and the patched build, or two checkouts, share
     env = dict(os.environ, CCACHE_BASEDIR=str(ROOT), CCACHE_NOHASHDIR="1")

@@ -161,6 +161,29 @@ def run_build(*words, **environment):
     return subprocess.run([str(ROOT / "build.sh"), *words], env={**os.environ, **environment}, capture_output=True, text=True, timeout=300)
 
 
+def test_an_index_that_cannot_be_reached_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "BUILD", tmp_path)
+    with pytest.raises(build.BuildError, match=r"^pip could not fetch it: the package index cannot be reached .*pip\.log\.$"):
+        build.pip("download", "no-such-package-of-hwkv", goal="fetch it", PIP_INDEX_URL="http://127.0.0.1:9/simple", PIP_RETRIES="1")
+
+
+def test_own_source_that_is_no_llama_cpp(tmp_path):
+    done = run_build("--source", tmp_path)
+    assert done.returncode == 1
+    assert done.stderr == f"error: --source {tmp_path} is not a llama.cpp tree.\n"
+
+
+def test_own_source_tells_its_own_commit(tmp_path):
+    assert build.commit_of(tmp_path) == "unknown"
+    if not shutil.which("git"):
+        pytest.skip("needs git")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@localhost"]
+    for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "x"]):
+        subprocess.run([*git, *words], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout
+    assert len(build.commit_of(tmp_path)) >= 7 and head.startswith(build.commit_of(tmp_path))
+
+
 @pytest.fixture
 def toolkit(tmp_path):
     """PATH with an nvcc that knows two architectures, and no GPU."""
