@@ -967,17 +967,25 @@ bool llama_memory_hwkv::read_head(uint32_t il, uint32_t ih, llama_seq_id seq_id,
     const auto & cells  = kv.v_cells[stream];
     const auto & layer  = kv.layers[kv.map_layer_ids.at(il)];
 
-    const auto read = [&](ggml_tensor * t, uint32_t n_embd, uint32_t i, float * dst) {
-        const auto to_float = ggml_get_type_traits(t->type)->to_float;
+    // in one piece: a device takes long for each of many small reads
+    const auto fetch = [](const ggml_tensor * t) {
+        std::vector<uint8_t> data(ggml_nbytes(t));
 
-        std::vector<uint8_t> row(ggml_row_size(t->type, n_embd));
+        ggml_backend_tensor_get(t, data.data(), 0, data.size());
 
-        ggml_backend_tensor_get(t, row.data(), i*t->nb[1], row.size());
+        return data;
+    };
+
+    const auto data_k = fetch(layer.k_stream[stream]);
+    const auto data_v = fetch(layer.v_stream[stream]);
+
+    const auto read = [](const ggml_tensor * t, const std::vector<uint8_t> & data, uint32_t n_embd, uint32_t i, float * dst) {
+        const auto * row = data.data() + i*t->nb[1];
 
         if (t->type == GGML_TYPE_F32) {
-            memcpy(dst, row.data(), row.size());
+            memcpy(dst, row, n_embd*sizeof(float));
         } else {
-            to_float(row.data(), dst, n_embd);
+            ggml_get_type_traits(t->type)->to_float(row, dst, n_embd);
         }
     };
 
@@ -997,8 +1005,8 @@ bool llama_memory_hwkv::read_head(uint32_t il, uint32_t ih, llama_seq_id seq_id,
             return false;
         }
 
-        read(layer.k_stream[stream], n_embd_k, i, k + (size_t) pos*n_embd_k);
-        read(layer.v_stream[stream], n_embd_v, i, v + (size_t) pos*n_embd_v);
+        read(layer.k_stream[stream], data_k, n_embd_k, i, k + (size_t) pos*n_embd_k);
+        read(layer.v_stream[stream], data_v, n_embd_v, i, v + (size_t) pos*n_embd_v);
 
         n_found++;
     }
