@@ -10,6 +10,7 @@ Errors are squared differences over the squared norm of what is expected, summed
 """
 
 import gc
+import os
 import threading
 from contextlib import closing, contextmanager
 
@@ -37,7 +38,7 @@ NO_FLASH_ATTENTION = {"grok-moe"}  # llama.cpp turns it off there
 
 
 def options(n_ubatch=64, type_k="f16", type_v="f16"):
-    return RuntimeOptions(n_ubatch, type_k, type_v, n_gpu_layers=0, n_threads=1)
+    return RuntimeOptions(n_ubatch, type_k, type_v, n_gpu_layers=int(os.environ.get("HWKV_TEST_GPU_LAYERS", "0")), n_threads=1)
 
 
 def samples_of(traces, rng, n=16):

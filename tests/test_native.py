@@ -1,7 +1,10 @@
 """The grouped cache on small random models: native/tests/test-hwkv.cpp, in the release build and under sanitizers."""
 
 import os
+import re
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +18,10 @@ MADE = ["made:gemma4", "made:llama", "made:qwen35"]
 
 # architectures whose refusal the tests rely on: their random models come with these properties
 REFUSED = {"bloom-dense": "ALiBi", "deepseek2-moe": "latent attention", "deepseek32-moe": "indexer", "mamba-dense": "no KV cache"}
+
+# tests of test_parity.py that are quick enough under sanitizers
+PARITY = ["test_small_model[random_dense-different]", "test_small_model[random_hybrid-4 sinks]",
+          "test_window_ends_exactly[(16, 40, 300, 16)-0-True]"]
 
 
 def run(program, *words, **env):
@@ -65,6 +72,20 @@ def test_sanitizers_find_nothing(random_models, sanitized, name, tmp_path):
     run(sanitized, "archs", tmp_path, **options)
     run(sanitized, "walk", path, "--seeds", 1, 2, "--steps", 10, **options)
     run(sanitized, "walk", path, "--seeds", 9, 10, "--steps", 10, **options)
+
+
+def test_sanitizers_find_nothing_under_python(sanitized):
+    """The parity tests with the sanitizers' library: Python itself is not built with them, so their runtimes are loaded before it."""
+    linked = subprocess.run(["ldd", sanitized.parent / "libllama.so"], text=True, capture_output=True).stdout
+    runtimes = re.findall(r"lib(?:asan|ubsan|stdc\+\+)\S* => (\S+)", linked)
+    if not any("asan" in path for path in runtimes):
+        pytest.skip("the sanitizers' runtimes are linked statically, which Python cannot load")
+    tests = [f"{Path(__file__).parent}/test_parity.py::{name}" for name in PARITY]
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests], text=True, capture_output=True, timeout=850,
+                          env={**os.environ, "LD_PRELOAD": " ".join(runtimes), "HWKV_BUILD": str(sanitized.parent.parent),
+                               "ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1"})
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert f"{len(PARITY)} passed" in done.stdout
 
 
 # upstream's own tests of saved states, unchanged, with and without a policy

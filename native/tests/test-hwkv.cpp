@@ -6,6 +6,8 @@
 //                                an earlier layer's K and V), made:llama (8 KV heads), made:qwen35 (4 KV heads)
 //   test-hwkv walk  MODEL [...]  a random walk of sequence operations: whenever one claims success, the next logits are
 //                                those of a fresh run
+//
+// -ngl N for N layers on the device of a GPU build: the models, their KV and their states lie in its memory
 
 #include "ggml.h"
 #include "ggml-cpp.h"
@@ -148,13 +150,15 @@ static void set_random(ggml_tensor * tensor, void *) {
     ggml_backend_tensor_set(tensor, data.data(), 0, ggml_nbytes(tensor));
 }
 
+static int n_gpu_layers = 0;
+
 static llama_model_ptr load(const std::string & path, const std::string & policy, bool no_alloc = false) {
     std::vector<llama_model_kv_override> overrides;
     llama_hwkv_policy_override(overrides, policy);
 
     auto params = llama_model_default_params();
 
-    params.n_gpu_layers = 0;
+    params.n_gpu_layers = n_gpu_layers;
     params.kv_overrides = overrides.data();
 
     if (path.rfind("made:", 0) == 0) {
@@ -929,7 +933,7 @@ static int test_walk(const std::string & path, const walk_params & wp) {
 }
 
 static int usage(const char * name) {
-    fprintf(stderr, "usage: %s archs DIR\n       %s walk MODEL [--seeds FIRST LAST] [--steps N]\n", name, name);
+    fprintf(stderr, "usage: %s archs DIR [-ngl N]\n       %s walk MODEL [--seeds FIRST LAST] [--steps N] [-ngl N]\n", name, name);
     return 2;
 }
 
@@ -951,6 +955,8 @@ int main(int argc, char ** argv) {
             seed_last  = atoi(argv[++i]);
         } else if (strcmp(argv[i], "--steps") == 0 && i + 1 < argc) {
             wp.n_steps = atoi(argv[++i]);
+        } else if (strcmp(argv[i], "-ngl") == 0 && i + 1 < argc) {
+            n_gpu_layers = atoi(argv[++i]);
         } else {
             return usage(argv[0]);
         }

@@ -1,0 +1,127 @@
+"""Everything in a device's memory: weights, KV of all windows, recurrent states. Any Vulkan device will do, Mesa's software driver too.
+
+A process uses one build, so what needs the Vulkan build's library runs in a process of its own.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from answers import ask, difference, limit
+from minilang import needle_prompt
+
+from hwkv_llamacpp import ModelGeometry, dry_run, handmade, native
+from hwkv_llamacpp.server import LlamaServer, ServerOptions
+
+BUILD = native.ROOT / "build" / "hwkv" / "vulkan"
+TESTS = Path(__file__).parent
+PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+HWKV = (sys.executable, "-m", "hwkv_llamacpp.cli")
+
+
+@pytest.fixture(scope="module")
+def vulkan():
+    """Environment variables of a process on the Vulkan build."""
+    program = BUILD / "bin" / "llama-server"
+    if not program.exists():
+        pytest.skip(f"{program} is missing: run ./build.sh --vulkan")
+    # by its number, or llama.cpp leaves out what is no GPU
+    env = {"HWKV_BUILD": str(BUILD), "HWKV_TEST_GPU_LAYERS": "99", "GGML_VK_VISIBLE_DEVICES": os.environ.get("GGML_VK_VISIBLE_DEVICES", "0")}
+    listed = subprocess.run([program, "--list-devices"], text=True, capture_output=True, timeout=60, env={**os.environ, **env})
+    if "Vulkan0" not in listed.stdout:
+        pytest.skip("no Vulkan device is found (Debian's mesa-vulkan-drivers brings one in software)")
+    return env
+
+
+def run(*words, env):
+    done = subprocess.run([str(word) for word in words], text=True, capture_output=True, timeout=800, env={**os.environ, **env}, cwd=native.ROOT)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", ["llama-dense", "llama4-moe", "gemma3-dense", "qwen35-dense", "falcon-h1-dense"])
+def test_random_models(vulkan, random_models, name, tmp_path):
+    path = next(path for path in random_models if path.stem == name)
+    (tmp_path / path.name).symlink_to(path)
+    said = run(BUILD / "bin" / "test-hwkv", "archs", tmp_path, "-ngl", 99, env=vulkan)
+    assert "ok:" in next(line for line in said.splitlines() if line.startswith(name))
+    for first in (0, 8):
+        run(BUILD / "bin" / "test-hwkv", "walk", path, "--seeds", first, first + 1, "--steps", 10, "-ngl", 99, env=vulkan)
+
+
+def test_logits_against_the_reference(vulkan):
+    run(*PYTEST, f"{TESTS}/test_parity.py::test_small_model[random_hybrid-different]", f"{TESTS}/test_parity.py::test_smollm2[different]", env=vulkan)
+
+
+def test_what_calibration_captures_and_replays(vulkan):
+    run(*PYTEST, TESTS / "test_layerwise.py", "-k", "mini_hybrid-64-f16", env=vulkan)
+
+
+@pytest.fixture
+def options(mini_hybrid, tmp_path):
+    """A server of the mini hybrid under a policy of four windows."""
+    path = tmp_path / "policy.json"
+    handmade.pattern(ModelGeometry.from_gguf(mini_hybrid), by_layer={3: [64, None, 200, 64], 7: [100, 64, None, 64]}).save(path)
+    return ServerOptions(model=mini_hybrid, policy=path, n_ctx=1024, n_batch=64, n_ubatch=64, n_parallel=1, n_threads=1, n_gpu_layers=99, flash_attn="on",
+                         extra=("-lv", "4"), environment={"OMP_WAIT_POLICY": "passive"})
+
+
+def test_a_server_plans_allocates_answers_saves_and_restores(vulkan, options, tmp_path, monkeypatch):
+    text, answers = needle_prompt(7, 700, 300)[0], {}
+    for policy in ("off", options.policy):
+        with LlamaServer(dataclasses.replace(options, policy=policy, n_gpu_layers=0)) as server:
+            prompt = server.post("/tokenize", {"content": text})["tokens"][:500]
+            answers["cpu", policy] = ask(server, prompt)
+            cpu = server.props()["hwkv"]
+
+    for name, value in vulkan.items():
+        monkeypatch.setenv(name, value)
+    options = dataclasses.replace(options, slot_save_path=f"{tmp_path}/")
+    with LlamaServer(dataclasses.replace(options, policy="off")) as server:
+        answers["device", "off"] = ask(server, prompt)
+    with LlamaServer(options) as server:
+        answer = answers["device", options.policy] = ask(server, prompt)
+        saved = server.post("/slots/0?action=save", {"filename": "chat.bin"})
+        here, found = server.props()["hwkv"], dry_run.parse(server.log())
+
+    # the other kernels alone make a difference, which full KV shows
+    noise = difference(answers["device", "off"], answers["cpu", "off"])[0]
+    largest, parted_at, _ = difference(answer, answers["cpu", options.policy])
+    print(f"log-probabilities: full KV differs by {noise:.1e} from the CPU's, the policy by {largest:.1e}")
+    assert parted_at is None and largest <= limit(noise)
+    assert here == cpu and here["active"]
+
+    more = prompt + answer.tokens
+    with LlamaServer(options) as server:
+        assert server.post("/slots/0?action=restore", {"filename": "chat.bin"})["n_restored"] == saved["n_saved"]
+        restored = ask(server, more, id_slot=0)
+        largest, parted_at, _ = difference(restored, ask(server, more, cache_prompt=False))
+    print(f"restored: read {restored.n_read} tokens; log-probabilities differ by {largest:.1e} from those of a prompt read anew")
+    assert restored.n_read <= 8 and parted_at is None and largest <= limit(noise)
+
+    plan = json.loads(run(*HWKV, "plan", options.model, "--policy", options.policy, "-c", 1024, "-b", 64, "-ub", 64, "-ngl", 99, "--json", env=vulkan))
+    devices = plan["plans"]["policy"]["devices"]
+    assert devices["Vulkan0"]["KV"] == here["kv_bytes"] and "KV" not in devices["host"]
+    assert devices["Vulkan0"]["recurrent"] == found["recurrent"]
+    assert devices["Vulkan0"]["compute"] == found["compute"]["Vulkan0"]
+
+
+def test_calibration(vulkan, mini_hybrid, tmp_path):
+    """The runtime's attention and the replay of what was captured are compared by the calibration itself; here its scores with the CPU's."""
+    text = tmp_path / "needles.txt"
+    text.write_text("".join(f"{prompt} {value}." for prompt, value in (needle_prompt(seed, 300, 200) for seed in range(7))))
+    found = {}
+    for name, env, n_gpu_layers in (("cpu", {}, 0), ("device", vulkan, 99)):
+        policy = tmp_path / f"{name}.json"
+        run(*HWKV, "calibrate", mini_hybrid, "-o", policy, "--text", text, "--trace-tokens", 512, "--windows", "8,16,32,64,128,256",
+            "--taus", "0.995", "--queries", 64, "-ub", 128, "-t", 1, "-ngl", n_gpu_layers, "-c", 4096, env=env)
+        (layer,) = policy.with_suffix(".calib").glob("layers/003-*.json")
+        found[name] = np.array(json.loads(layer.read_text())["scores"]["mean"])
+    print(f"largest difference of a score: {np.abs(found['device'] - found['cpu']).max():.1e}")
+    assert np.abs(found["device"] - found["cpu"]).max() <= 1e-3
