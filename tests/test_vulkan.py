@@ -45,22 +45,18 @@ def run(*words, env):
     return done.stdout
 
 
-@pytest.mark.parametrize("name", ["llama-dense", "llama4-moe", "gemma3-dense", "qwen35-dense", "falcon-h1-dense"])
+@pytest.mark.parametrize("name", ["qwen35-dense"])
 def test_random_models(vulkan, random_models, name, tmp_path):
+    """And those that the program makes itself."""
     path = next(path for path in random_models if path.stem == name)
     (tmp_path / path.name).symlink_to(path)
     said = run(BUILD / "bin" / "test-hwkv", "archs", tmp_path, "-ngl", 99, env=vulkan)
     assert "ok:" in next(line for line in said.splitlines() if line.startswith(name))
-    for first in (0, 8):
-        run(BUILD / "bin" / "test-hwkv", "walk", path, "--seeds", first, first + 1, "--steps", 10, "-ngl", 99, env=vulkan)
+    run(BUILD / "bin" / "test-hwkv", "walk", path, "--seeds", 8, 8, "--steps", 3, "-ngl", 99, env=vulkan)
 
 
-def test_logits_against_the_reference(vulkan):
-    run(*PYTEST, f"{TESTS}/test_parity.py::test_small_model[random_hybrid-different]", f"{TESTS}/test_parity.py::test_smollm2[different]", env=vulkan)
-
-
-def test_what_calibration_captures_and_replays(vulkan):
-    run(*PYTEST, TESTS / "test_layerwise.py", "-k", "mini_hybrid-64-f16", env=vulkan)
+def test_logits_states_and_layerwise(vulkan):
+    assert "4 passed" in run(*PYTEST, "-s", TESTS / "test_device.py", env=vulkan)
 
 
 @pytest.fixture
