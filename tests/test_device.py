@@ -67,7 +67,7 @@ def test_a_state_goes_on_in_another_context(path, tokens):
         assert llama_cpp.llama_state_seq_set_data(other.ctx, state, len(state), 0) == len(state)
         other.n_past = N_TOKENS
         a, b = (x.decode(tokens[:2], [N_TOKENS, N_TOKENS + 1]) for x in (context, other))
-    assert nmse(b, a) < 1e-10
+    assert nmse(b, a) < 1e-5  # 0 on the CPU, 3e-7 seen on Mesa's software driver; a window one off moves logits by 2e-2
 
 
 def test_layerwise_attends_what_was_captured(path, tokens):
