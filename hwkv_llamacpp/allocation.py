@@ -1,50 +1,59 @@
-"""The windows that lose least within a budget, where the losses of KV heads add up.
+"""The windows that lose least within a budget, where the losses of KV heads add up: a multiple-choice knapsack, solved exactly."""
 
-Each KV head has an expected loss under every candidate window. From the shortest windows on, the budget is spent where a cell buys most:
-along the lower convex hull of each head's (cells, loss) points, steepest steps first. This is the classic allocation of bits among
-quantisers (Shoham and Gersho 1988, IEEE Trans. ASSP 36); it is optimal for every budget that it spends entirely.
-"""
+import math
+
+import numpy as np
 
 from .errors import HwkvError
+from .footprint import predict
 from .policy import Policy
+
+MAX_UNITS = 1 << 16  # a budget is counted in at most this many; costs are rounded up to them
 
 
 def allocate(geometry, windows, losses, n_sink, budget):
-    """A Policy of least total loss that the Budget holds.
+    """The Policy of least total loss that the Budget holds; of equals one that keeps less.
 
     windows: candidates in tokens, ascending. losses: {layer: [n_head_kv][n_window]}, of all configurable layers, any unit; full loses nothing.
     HwkvError if the shortest window does not fit.
     """
-    layers = {layer.layer: layer for layer in geometry.configurable}
-    windows = [w for w in windows if w + n_sink < budget.n_ctx] or windows[:1]
-    rows = {il: [windows[0]] * layer.n_head_kv for il, layer in layers.items()}
-    if not budget.holds(geometry, shortest := Policy(rows, n_sink)):
-        raise HwkvError(f"not even a window of {windows[0]} tokens for every KV head fits: it is {budget.shows(geometry, shortest)}")
-    steps = []
-    for il, layer in layers.items():
-        size = layer.head_dim_k + layer.head_dim_v if budget.budget_bytes is not None else 1
-        cost = [size * (w + n_sink) for w in windows] + [size * budget.n_ctx]
-        for head in range(layer.n_head_kv):
-            for gain, k in _hull(cost, [float(x) for x in losses[il][head][:len(windows)]] + [0.0]):
-                steps.append((-gain, il, head, k))
-    closed = set()
-    for _, il, head, k in sorted(steps):
-        if (il, head) in closed:
-            continue
-        before, rows[il][head] = rows[il][head], windows[k] if k < len(windows) else None
-        if not budget.holds(geometry, Policy(rows, n_sink)):
-            rows[il][head] = before
-            closed.add((il, head))  # longer ones fit even less; shorter steps of other heads may still
+    heads = [(layer, head) for layer in geometry.configurable for head in range(layer.n_head_kv)]
+    options = [w for w in windows if w + n_sink < budget.n_ctx] or [windows[0]]
+    loss = [[*(float(x) for x in losses[layer.layer][head][:len(options)]), 0.0] for layer, head in heads]
+    costs, limit = _costs(geometry, [*options, None], n_sink, budget, len(heads))
+    cost = [costs[layer.layer] for layer, _ in heads]
+    unit = max(math.gcd(*(x for row in cost for x in row)), -(-limit // MAX_UNITS), 1)
+    cost, room = [[-(-x // unit) for x in row] for row in cost], limit // unit
+
+    # least[r]: the least loss of the heads so far in r units; taken: the option of each head that gives it
+    least, taken = np.zeros(room + 1), []
+    for c, l in zip(cost, loss):
+        table = np.full((len(l), room + 1), np.inf)
+        for k in range(len(l)):
+            if c[k] <= room:
+                table[k, c[k]:] = least[:room + 1 - c[k]] + l[k]
+        taken.append(table.argmin(axis=0).astype(np.int16))
+        least = table.min(axis=0)
+    if not np.isfinite(least[room]):
+        shortest = Policy({layer.layer: (options[0],) * layer.n_head_kv for layer in geometry.configurable}, n_sink)
+        raise HwkvError(f"not even a window of {options[0]} tokens for every KV head fits: it is {budget.shows(geometry, shortest)}")
+    rows = {layer.layer: [None] * layer.n_head_kv for layer in geometry.configurable}
+    for (layer, head), c, option in zip(reversed(heads), reversed(cost), reversed(taken)):
+        k = option[room]
+        rows[layer.layer][head] = [*options, None][k]
+        room -= c[k]
     return Policy(rows, n_sink)
 
 
-def _hull(cost, loss):
-    """Steps along the lower convex hull from the first point: (loss saved per cost, index of the point), each less steep than the one before."""
-    steps, at = [], 0
-    while at + 1 < len(cost):
-        gain, k = max(((loss[at] - loss[k]) / (cost[k] - cost[at]), k) for k in range(at + 1, len(cost)))
-        if gain <= 0:
-            break
-        steps.append((gain, k))
-        at = k
-    return steps
+def _costs(geometry, options, n_sink, budget, n_heads):
+    """({layer: integer cost of one of its KV heads under each option}, integer limit)."""
+    if budget.budget_bytes is None:
+        cells = [budget.n_ctx if w is None else min(budget.n_ctx, w + n_sink) for w in options]
+        return {layer.layer: cells for layer in geometry.configurable}, math.floor(budget.retention * budget.n_ctx * n_heads + 1e-6)
+    costs = {layer.layer: [] for layer in geometry.configurable}
+    for w in options:
+        policy = Policy({layer.layer: (w,) * layer.n_head_kv for layer in geometry.configurable}, n_sink)
+        for group in predict(geometry, policy, budget.n_ctx, **budget.context).groups:
+            for il, heads, size in group.layers:
+                costs[il].append(size // heads)
+    return costs, budget.budget_bytes

@@ -53,13 +53,13 @@ class DistortionMeter:
     def __exit__(self, *_):
         self.close()
 
-    def measure(self, policy):
-        """Distortion of a Policy."""
+    def measure(self, policy, model=None):
+        """Distortion of a Policy, served by another runtime.Model of the same weights if there is one, such as with other K/V types."""
         n = len(self.targets)
         if self._full is None:
             try:  # written, not mapped: a disk that gets full is an error then, not a signal
                 file = self._stack.enter_context(tempfile.NamedTemporaryFile(suffix=".logits"))
-                for _, log_p in self._distributions(None):
+                for _, log_p in self._distributions(self.model, None):
                     file.write(log_p.tobytes())
                 file.flush()
             except OSError as error:
@@ -67,7 +67,7 @@ class DistortionMeter:
                                 f" {4 * n * self.model.n_vocab:,} bytes: {error.strerror}") from None
             self._full = np.memmap(file, dtype=np.float32, mode="r", shape=(n, self.model.n_vocab))
         kl, same, nll, nll_full = (np.empty(n) for _ in range(4))
-        for rows, log_q in self._distributions(policy):
+        for rows, log_q in self._distributions(model or self.model, policy):
             log_p = self._full[rows]
             kl[rows] = np.einsum("ij,ij->i", np.exp(log_p), log_p - log_q, dtype=np.float64)
             same[rows] = log_p.argmax(axis=1) == log_q.argmax(axis=1)
@@ -77,14 +77,14 @@ class DistortionMeter:
         return Distortion(kl.mean(), kl.std() / np.sqrt(n), np.percentile(kl, 99), same.mean(), nll.mean(), nll_full.mean(),
                           sum(map(len, self.texts)), n)
 
-    def _distributions(self, policy):
+    def _distributions(self, model, policy):
         """Yields (rows of the evaluated positions, their log-probabilities [n, n_vocab] float32), a ubatch at a time."""
         done = 0
-        n_ubatch = self.model.options.n_ubatch
+        n_ubatch = model.options.n_ubatch
         for tokens, positions in zip(self.texts, self.positions):
             wanted = np.zeros(len(tokens), dtype=bool)
             wanted[positions] = True
-            with self.model.context(policy, len(tokens)) as context:
+            with model.context(policy, len(tokens)) as context:
                 for first in range(0, len(tokens), n_ubatch):
                     part = slice(first, first + n_ubatch)
                     logits = context.decode(tokens[part], first, wanted[part])

@@ -1,5 +1,5 @@
 """Policies made by hand, and the baselines that a calibrated policy is compared with: the same window everywhere,
-StreamingLLM, random windows, a matrix, or a pattern per layer.
+StreamingLLM, DuoAttention's form, random windows, a matrix, or a pattern per layer.
 
 Each takes a ModelGeometry and returns a Policy that fits it. What it was made from stands
 in its provenance.
@@ -13,6 +13,7 @@ from bisect import bisect_left
 from dataclasses import replace
 from pathlib import Path
 
+from .allocation import allocate
 from .errors import HwkvError
 from .policy import FULL, MAX_FILE_BYTES, Policy
 
@@ -35,6 +36,16 @@ def streaming(geometry, window, n_sink=4):
     """StreamingLLM (Xiao et al. 2023, arXiv 2309.17453): every KV head keeps the first n_sink tokens and a window."""
     rows = {layer.layer: [window] * layer.n_head_kv for layer in _configurable(geometry)}
     return _policy(geometry, rows, {"method": "streaming", "window": window}, n_sink)
+
+
+def duo(geometry, losses, window, budget, n_sink=4):
+    """DuoAttention's form (Xiao et al. 2024, arXiv 2410.10819): every KV head is full, or keeps the first n_sink tokens and a window.
+
+    losses: {layer: [n_head_kv]} of all configurable layers, what each head would lose; those that lose most per cell are full, as many as the
+    Budget holds. HwkvError if not even the windows fit.
+    """
+    policy = allocate(geometry, [window], {il: [[x] for x in row] for il, row in losses.items()}, n_sink, budget)
+    return _policy(geometry, policy.layers, {"method": "duo", "window": window, **budget.describe()}, n_sink)
 
 
 def random_windows(geometry, windows, seed, n_sink=0, budget=None):

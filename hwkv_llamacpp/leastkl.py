@@ -34,6 +34,12 @@ def calibrate(model, geometry, trace, folder, settings, *, lengths=(), model_sha
         return [run.of_budget(budget, n_sink, lengths) for n_sink in dict.fromkeys(settings.sinks) for budget in dict.fromkeys(settings.budgets)]
 
 
+def expected_losses(model, geometry, trace, folder, settings, n_sink, *, progress=True):
+    """{layer: expected divergence for each KV head, windowed alone, under each candidate window [n_head_kv, n_window]}."""
+    with _Run(model, geometry, trace, folder, settings, None, progress) as run:
+        return run.losses(run.full_rows, n_sink)[0]
+
+
 class _Run(CalibrationRun):
     def __init__(self, model, geometry, trace, folder, settings, model_sha256, progress):
         self.layerwise, self.progress = None, progress
@@ -53,15 +59,23 @@ class _Run(CalibrationRun):
 
     def of_budget(self, budget, n_sink, lengths):
         """The Record of a Budget."""
-        weights, seconds = self.weights(n_sink)
-        rows = tuple((None,) * layer.n_head_kv for layer in self.layers)
+        rows, seconds = self.full_rows, self.weights(n_sink)[1]
         for _ in range(1 + N_PASSES):
-            errors, spent = self.errors(rows, n_sink)
+            losses, spent = self.losses(rows, n_sink)
             seconds += spent
-            losses = {layer.layer: weights[layer.layer][:, None] * errors[layer.layer] for layer in self.layers}
             policy = allocate(self.geometry, self.windows[n_sink], losses, n_sink, budget)
             rows = tuple(policy.row(layer) for layer in self.layers)
         return self.record(rows, n_sink, lengths, lambda: (None, seconds), budget=budget)
+
+    @property
+    def full_rows(self):
+        return tuple((None,) * layer.n_head_kv for layer in self.layers)
+
+    def losses(self, rows, n_sink):
+        """({layer: expected divergence for each KV head under each candidate window [n_head_kv, n_window]}, seconds), the layers below under
+        these rows."""
+        weights, (errors, seconds) = self.weights(n_sink)[0], self.errors(rows, n_sink)
+        return {layer.layer: weights[layer.layer][:, None] * errors[layer.layer] for layer in self.layers}, seconds
 
     def weights(self, n_sink):
         """({layer: divergence per squared error [n_head_kv]}, seconds)."""
@@ -99,11 +113,13 @@ class _Run(CalibrationRun):
         if not path.exists():
             start = time.monotonic()
             found = {layer.layer: error.tolist() for layer, error in self._walk(rows, n_sink)}
-            write(path, json.dumps({"errors": found, "seconds": round(time.monotonic() - start, 3)}) + "\n")
+            write(path, json.dumps({"windows": self.windows[n_sink], "errors": found, "seconds": round(time.monotonic() - start, 3)}) + "\n")
         return read(path, partial(self._errors, n_sink))
 
     def _errors(self, n_sink, data):
         errors = {layer.layer: np.array(data["errors"][str(layer.layer)], dtype=np.float64) for layer in self.layers}
+        if data["windows"] != self.windows[n_sink]:
+            raise HwkvError(f"errors under the windows {data['windows']}, {self.windows[n_sink]} expected")
         for layer in self.layers:
             if errors[layer.layer].shape != (layer.n_head_kv, len(self.windows[n_sink])):
                 raise HwkvError(f"errors of layer {layer.layer} have the shape {errors[layer.layer].shape},"

@@ -132,3 +132,18 @@ def test_random_needs_room_for_the_shortest(geometry):
 def test_budgets_that_are_none(arguments, message):
     with pytest.raises(HwkvError, match=message):
         Budget(**{"n_ctx": 4096, **arguments})
+
+
+def test_duo_keeps_those_full_that_lose_most(geometry):
+    from hwkv_llamacpp.budget import Budget
+    from hwkv_llamacpp.handmade import duo
+
+    losses = {layer.layer: [(layer.layer * 7 + head * 5) % 11 for head in range(layer.n_head_kv)] for layer in geometry.configurable}
+    n_heads = sum(map(len, losses.values()))
+    policy = duo(geometry, losses, 60, Budget(1024, 0.5), n_sink=4)
+    full = {(il, head) for il, row in policy.layers.items() for head, w in enumerate(row) if w is None}
+    assert {w for row in policy.layers.values() for w in row} == {None, 60} and policy.n_sink == 4
+    assert policy.retention(1024, geometry) <= 0.5 < policy.retention(1024, geometry) + (1 - 64 / 1024) / n_heads
+    kept = sorted((losses[il][head] for il, head in full), reverse=True)
+    assert kept == sorted((x for row in losses.values() for x in row), reverse=True)[:len(kept)]
+    assert policy.provenance == {"method": "duo", "window": 60, "retention": 0.5, "n_ctx": 1024, "made_by": "hand"}

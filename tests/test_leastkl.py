@@ -133,7 +133,9 @@ def test_a_run_that_lost_files_gives_the_same(run, model, geometry, trace, tmp_p
 @pytest.mark.parametrize(("pattern", "text", "message"), [
     ("*sensitivity.json", '{"layer": 3, "kl": [1], "error": [1], "seconds": 0}', "1 KV heads of layer 3; 4 of layer"),
     ("*sensitivity.json", '{"layer": 3, "kl": [1, 2], "error": [1], "seconds": 0}', "kl and error have the shapes (2,) and (1,), one number per KV head expected"),
-    ("errors-*.json", '{"errors": {"3": [[1]], "7": [[1]]}, "seconds": 0}', "errors of layer 3 have the shape (1, 1), (4, 5) expected"),
+    ("errors-*.json", '{"windows": [16, 32, 64, 128, 256], "errors": {"3": [[1]], "7": [[1]]}, "seconds": 0}',
+     "errors of layer 3 have the shape (1, 1), (4, 5) expected"),
+    ("errors-*.json", '{"windows": [16], "errors": {"3": [[1]], "7": [[1]]}}', "errors under the windows [16], [16, 32, 64, 128, 256] expected"),
     ("errors-*.json", '{"errors": {"3": 1}}', "key '7' is missing"),
     ("errors-*.json", "{", "Expecting property name"),
 ])

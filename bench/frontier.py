@@ -1,0 +1,186 @@
+"""How much quality does each way of keeping less KV cost?
+
+    python bench/frontier.py                     the mini hybrid
+    python bench/frontier.py --only smollm2      an hour or more on two cores; --only gemma3 likewise
+
+Full KV, one window for all heads, StreamingLLM, DuoAttention's form, random windows, SeqCalib without and with sink tokens, LeastKL; and
+what users do today, q8_0 and q4_0 K/V, alone and together with LeastKL. KL against full F16 KV on held-out text, over the bytes that the
+runtime allocates for one sequence of the text's length.
+
+Rows append to bench/results/frontier.jsonl; the calibrations are kept in build/frontier. Stopped, the same command goes on. The picture is
+bench/results/frontier-NAME.png.
+"""
+
+import argparse
+import datetime
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from hwkv_llamacpp import ModelGeometry, Policy, handmade, leastkl, native, seqcalib, testmodels, trace as traces
+from hwkv_llamacpp.budget import Budget
+from hwkv_llamacpp.calibration_run import Settings
+from hwkv_llamacpp.distortion import DistortionMeter
+from hwkv_llamacpp.footprint import predict
+from hwkv_llamacpp.runtime import Model, RuntimeOptions
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).parent / "results"
+SHARES = (0.2, 0.3, 0.4, 0.5, 0.6, 0.75)
+SINKS = 4
+N_UBATCH = 64  # each window allocates a micro-batch more than it keeps
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and how it is calibrated."""
+
+    path: object                  # a path, or a function that fetches one
+    n_tokens: int                 # of each trace and held-out text
+    windows: tuple                # and the first SINKS tokens, where there are sinks
+    taus: dict                    # n_sink: thresholds
+    text: Path | None = None      # None: the default trace
+    n_queries: int = 128
+    probe_tokens: int | None = None
+
+
+SUBJECTS = {
+    "mini-hybrid": Subject(ROOT / "tests" / "data" / "mini-hybrid-f16.gguf", 2048, (64, 128, 256, 512, 1024),
+                           {0: (0.97, 0.98, 0.985, 0.99, 0.994, 0.996), SINKS: (0.97, 0.98, 0.985, 0.99, 0.994, 0.996)},
+                           ROOT / "policies" / "mini-hybrid" / "trace.txt", 512),
+    "smollm2": Subject(testmodels.smollm2, 4096, (64, 128, 256, 512, 1024, 2048), {0: (0.9, 0.95, 0.98), SINKS: (0.95, 0.97, 0.98, 0.99)}, probe_tokens=1024),
+    "gemma3": Subject(testmodels.gemma3, 4096, (64, 128, 256, 512, 1024, 2048), {0: (0.9, 0.98), SINKS: (0.9, 0.95, 0.98, 0.99)}),
+}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One point of the picture."""
+
+    name: str
+    setting: str
+    policy: Policy
+    type_kv: str = "f16"
+
+
+def calibrated(name, subject, model, geometry, trace):
+    """(arms of SeqCalib without and with sinks, arms of LeastKL, expected losses under one window and sinks)."""
+    folder, common = native.ROOT / "build" / "frontier" / name, {"n_queries": subject.n_queries}
+    thresholds, length = [], subject.n_tokens
+    for n_sink, taus in subject.taus.items():
+        settings = Settings(taus, (n_sink,), tuple(w - n_sink for w in subject.windows), **common)
+        for r in seqcalib.calibrate(model, geometry, trace, folder / f"seqcalib-{n_sink}", settings):
+            thresholds.append(Arm("SeqCalib" + f", {n_sink} sinks" * (n_sink > 0), r.setting, r.policy))
+    settings = Settings(sinks=(SINKS,), windows=tuple(w - SINKS for w in subject.windows), probe_tokens=subject.probe_tokens,
+                        budgets=tuple(Budget(length, share) for share in SHARES), **common)
+    ours = [Arm(f"LeastKL, {SINKS} sinks", r.setting, r.policy) for r in leastkl.calibrate(model, geometry, trace, folder / "leastkl", settings)]
+    return thresholds, ours, leastkl.expected_losses(model, geometry, trace, folder / "leastkl", settings, SINKS)
+
+
+def arms(name, subject, model, geometry, trace):
+    """All arms of a model."""
+    thresholds, ours, losses = calibrated(name, subject, model, geometry, trace)
+    full = Policy({layer.layer: (None,) * layer.n_head_kv for layer in geometry.configurable})
+    result = [Arm("full KV", "", full), *thresholds, *ours]
+    stream = subject.windows[0] - SINKS
+    at_stream = {il: rows[:, 0] for il, rows in losses.items()}
+    for share in SHARES:
+        budget, setting = Budget(subject.n_tokens, share), f"keep {share:g}"
+        result += [Arm("one window", setting, handmade.largest(geometry, budget, lambda w: handmade.uniform(geometry, w))),
+                   Arm(f"StreamingLLM, {SINKS} sinks", setting, handmade.largest(geometry, budget, lambda w: handmade.streaming(geometry, w, SINKS))),
+                   Arm(f"DuoAttention's form, {SINKS} sinks", setting, handmade.duo(geometry, at_stream, stream, budget, SINKS)),
+                   Arm(f"random, {SINKS} sinks", setting, handmade.random_windows(
+                       geometry, [w - SINKS for w in subject.windows] + [None], seed=0, n_sink=SINKS, budget=budget))]
+    for type_kv in ("q8_0", "q4_0"):
+        result.append(Arm(f"{type_kv} K/V", "", full, type_kv))
+        result += [Arm(f"{type_kv} K/V and LeastKL", arm.setting, arm.policy, type_kv) for arm in ours]
+    return result
+
+
+def measure(name, subject, n_threads):
+    """Rows of a model, those on disk included."""
+    path = subject.path() if callable(subject.path) else subject.path
+    geometry, sha256 = ModelGeometry.from_gguf(path), hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    results, rows = RESULTS / "frontier.jsonl", []
+    options = RuntimeOptions(n_ubatch=N_UBATCH, n_threads=n_threads)
+    with Model(path, options) as model:
+        trace = traces.from_files(model, [subject.text], subject.n_tokens) if subject.text else traces.default(model, subject.n_tokens)
+        held = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+        key = {"model_sha256": sha256, "held_out_sha256": trace.held_out_sha256}
+        held = {(r["arm"], r["setting"], r["policy_fingerprint"]): r for r in held if all(r[k] == v for k, v in key.items())}
+        todo = arms(name, subject, model, geometry, trace)
+        with DistortionMeter(model, trace.held_out) as meter:
+            for arm in tqdm(todo, desc=f"{name}, KL", unit="arm"):
+                fingerprint = arm.policy.fingerprint(geometry.n_layer)
+                row = held.get((arm.name, arm.setting, fingerprint))
+                if row is None:
+                    with Model(path, replace(options, type_k=arm.type_kv, type_v=arm.type_kv)) as other:
+                        distortion = meter.measure(arm.policy, other).to_dict()
+                    bytes_ = predict(geometry, arm.policy, subject.n_tokens, n_ubatch=N_UBATCH, type_k=arm.type_kv, type_v=arm.type_kv).kv_bytes
+                    row = {"date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "model": Path(path).name, **key,
+                           "text": subject.text.name if subject.text else "default", "n_tokens": subject.n_tokens, "n_ubatch": N_UBATCH,
+                           "arm": arm.name, "setting": arm.setting, "policy_fingerprint": fingerprint, "n_sink": arm.policy.n_sink,
+                           "type_kv": arm.type_kv, "retention": round(arm.policy.retention(subject.n_tokens, geometry), 6), "kv_bytes": bytes_,
+                           **distortion}
+                    results.parent.mkdir(exist_ok=True)
+                    with open(results, "a") as file:
+                        file.write(json.dumps(row) + "\n")
+                rows.append(row)
+    return rows
+
+
+def print_table(name, rows):
+    table = Table(title=f"{name}: {rows[0]['n_tokens']} tokens, text {rows[0]['text']}, -ub {N_UBATCH}")
+    for heading in ("", "asked", "cells kept", "KV, MiB", "KL", "top-1"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for r in rows:
+        table.add_row(r["arm"], r["setting"], f"{r['retention']:.3f}", f"{r['kv_bytes'] / 2**20:.2f}", f"{r['kl']:.5f}", f"{r['top1']:.3f}")
+    Console(width=120).print(table)
+
+
+def plot(name, rows):
+    """KL over allocated bytes, an arm a line."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.5, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    colors = ["#8a96a3", "#c8553d", "#d9822b", "#7a5ba6", "#b9c2cc", "#45aab0", "#2f73a8", "#16324f", "#5a8f29", "#a5c97e", "#b33a3a", "#e09a9a"]
+    names = list(dict.fromkeys(r["arm"] for r in rows if r["kl"] > 0))
+    for arm, color in zip(names, colors):
+        points = sorted((r["kv_bytes"] / 2**20, r["kl"]) for r in rows if r["arm"] == arm and r["kl"] > 0)
+        ours = "LeastKL" in arm
+        axes.plot(*zip(*points), marker="o" if len(points) > 1 else "D", color=color, label=arm, markersize=5, linewidth=2.2 if ours else 1.4,
+                  linestyle="--" if "K/V" in arm else "-", zorder=3 if ours else 2)
+    full = next(r for r in rows if r["arm"] == "full KV")
+    axes.axvline(full["kv_bytes"] / 2**20, color="#333f4d", linewidth=1, linestyle=":")
+    axes.annotate("full KV, F16", (full["kv_bytes"] / 2**20, 1), xycoords=("data", "axes fraction"), xytext=(-4, -4), textcoords="offset points",
+                  ha="right", va="top", fontsize=8, color="#333f4d")
+    axes.set(xscale="log", yscale="log", xlabel=f"KV bytes allocated for {rows[0]['n_tokens']:,} tokens, MiB", ylabel="KL against full F16 KV, nats", title=name)
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    axes.xaxis.set_minor_formatter(lambda x, _: f"{x:g}" if str(x)[0] in "235" else "")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.savefig(RESULTS / f"frontier-{name}.png", dpi=130, facecolor="white")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", choices=SUBJECTS, metavar="NAME", help=f"{', '.join(SUBJECTS)} (default: mini-hybrid)")
+    parser.add_argument("-t", "--threads", type=int, metavar="N", help="CPU threads (default: 1 for the mini hybrid, else all)")
+    args = parser.parse_args()
+    for name in args.only or ["mini-hybrid"]:
+        rows = measure(name, SUBJECTS[name], args.threads or (1 if name == "mini-hybrid" else None))
+        print_table(name, rows)
+        plot(name, rows)
+
+
+if __name__ == "__main__":
+    main()
