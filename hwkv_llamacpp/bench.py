@@ -11,12 +11,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from . import boundary, dry_run, machine, native, records, sampler
+from . import boundary, dry_run, machine, native, records, sampler, sizes
 from .embed import read_policy
 from .errors import HwkvError
 from .geometry import ModelGeometry
 from .measure import Arm, Settings, describe, full_policy, measure, on_gpu
-from .plan import add_context_arguments, parse_bytes
+from .plan import add_context_arguments
 from .planner import Planner, largest_context
 from .policy import Policy
 
@@ -45,7 +45,7 @@ def add_arguments(parser):
             help="policy, an arm by its file's name; may be given again (default: the one in MODEL, if it has one)")
         add("--arms", type=_arms, default=list(ARMS), metavar="A,...", help=f"arms to run (default: {','.join(ARMS)})")
         add("-o", "--output", type=Path, required=True, metavar="RUN.jsonl", help="file that rows are added to")
-        add("--memory-limit", type=parse_bytes, metavar="SIZE",
+        add("--memory-limit", type=sizes.parse, metavar="SIZE",
             help="limit of the server process, such as 3GiB: a control group where one can be made, else of its address space")
         if kind == "capacity":
             add("--highest", type=int, default=HIGHEST_CTX, metavar="N", help="context that the search stays below (default: %(default)s)")
@@ -107,7 +107,7 @@ class Bench:
             raise HwkvError(f"-ngl {n_gpu_layers} asks for a GPU, and NVML finds none on this machine.")
         limit = self.settings.memory_limit_bytes
         if limit is not None and limit <= weights and not n_gpu_layers:
-            raise HwkvError(f"--memory-limit is {limit / MIB:,.1f} MiB, below the {weights / MIB:,.1f} MiB of the weights alone.")
+            raise HwkvError(f"--memory-limit is {sizes.show(limit)}, below the {weights / MIB:,.1f} MiB of the weights alone.")
         if self.kind == "capacity" and limit is None and not (self.gpus and n_gpu_layers):
             raise HwkvError("on a CPU the capacity needs --memory-limit, such as 3GiB: without one the machine itself would run out.")
 

@@ -4,13 +4,12 @@ import argparse
 import importlib
 import json
 import os
-import re
 import signal
 import sys
 import threading
 from pathlib import Path
 
-from . import __version__
+from . import __version__, sizes
 from .errors import HwkvError
 
 MIB = 2**20
@@ -394,7 +393,7 @@ def _window_flags(command):
 def _budget_flags(command, group):
     group.add_argument("--retention", type=float, metavar="R",
                        help="share of the cells to keep at the context of -c, 0 to 1: as much as fits")
-    group.add_argument("--budget-bytes", type=_bytes, metavar="N", help="KV bytes to allocate there, as 1500000000 or 1.5GiB")
+    group.add_argument("--budget-bytes", type=sizes.parse, metavar="SIZE", help="KV memory to allocate there, such as 1.5GiB or 300MiB")
     command.add_argument("-c", "--ctx-size", type=_tokens, metavar="N",
                          help="context of --retention or --budget-bytes, with F16 K and V and one sequence (default: the trained one)")
 
@@ -430,12 +429,6 @@ def _number(low, what):
 
 _tokens = _number(1, "a number of tokens")
 
-
-def _bytes(text):
-    found = re.fullmatch(r"([0-9]{1,20}(?:\.[0-9]{1,9})?)(KiB|MiB|GiB)?", text, re.ASCII)
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number of bytes, KiB, MiB or GiB, as 1500000000 or 1.5GiB")
-    return int(float(found[1]) * {None: 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[found[2]])
 
 
 def _row(text):

@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from . import figures
+from . import figures, sizes
 from .errors import HwkvError
 from .policy import Policy
 
@@ -92,7 +92,7 @@ class Section:
                  ("settings", settings)]
         if row.memory_limit_bytes:
             kinds = sorted({r.memory_limit_kind for r in self.rows if r.memory_limit_kind})
-            facts.append(("memory limit", f"{row.memory_limit_bytes / MIB:,.0f} MiB ({', '.join(kinds)})"))
+            facts.append(("memory limit", f"{sizes.show(row.memory_limit_bytes)} ({', '.join(kinds)})"))
         for name in self.arms:
             policy = next(r for r in self.rows if r.arm == name)
             if policy.policy_fingerprint:

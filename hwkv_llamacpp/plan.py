@@ -3,12 +3,11 @@
 import argparse
 import json
 import os
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-from . import dry_run, native
+from . import dry_run, native, sizes
 from .embed import read_policy
 from .footprint import CACHE_TYPES, CELL_PAD
 from .planner import HOST, MIB, PARTS, Planner, largest_context
@@ -16,7 +15,7 @@ from .policy import Policy
 from .serve import ENVIRONMENT
 
 CHECKPOINTS, PROMPT_CACHE_BYTES = 32, 8192 * MIB  # llama-server's defaults for --ctx-checkpoints and --cache-ram
-UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
 
 
 def add_arguments(parser):
@@ -27,7 +26,7 @@ def add_arguments(parser):
     parser.add_argument("model", type=Path, metavar="MODEL", help="GGUF file; its header is enough")
     parser.add_argument("--policy", metavar="P", help='policy JSON, a GGUF with an embedded policy, "embedded" or "off" (default: '
                                                       f"${ENVIRONMENT}, else the policy in MODEL, if it has one)")
-    parser.add_argument("--memory", type=lambda text: [parse_bytes(part) for part in text.split(",")], metavar="SIZE[,SIZE...]",
+    parser.add_argument("--memory", type=lambda text: [sizes.parse(part) for part in text.split(",")], metavar="SIZE[,SIZE...]",
                         help="memory of each device, or of the process where there is no GPU, such as 24GiB")
     parser.add_argument("-md", "--model-draft", type=Path, metavar="DRAFT", help="draft model: its server memory is added, with full KV")
     add_context_arguments(parser)
@@ -42,7 +41,7 @@ def add_context_arguments(parser, n_ctx=True):
         parser.add_argument("-c", "--ctx-size", type=_count, default=0, metavar="N", help="context (default: the trained one)")
     parser.add_argument("-b", "--batch-size", type=_count, default=2048, metavar="N", help="logical batch (default: 2048)")
     parser.add_argument("-ub", "--ubatch-size", type=_count, default=512, metavar="N", help="physical batch (default: 512)")
-    parser.add_argument("-ngl", "--gpu-layers", type=int, default=None, metavar="N", help="layers on the GPU (default: llama.cpp's)")
+    parser.add_argument("-ngl", "--gpu-layers", "--n-gpu-layers", type=int, default=None, metavar="N", help="layers on the GPU (default: llama.cpp's)")
     parser.add_argument("-ctk", "--cache-type-k", choices=CACHE_TYPES, default="f16", help="type of K (default: f16)")
     parser.add_argument("-ctv", "--cache-type-v", choices=CACHE_TYPES, default="f16", help="type of V (default: f16)")
     parser.add_argument("-fa", "--flash-attn", choices=("on", "off"), default="on", help="FlashAttention (default: on)")
@@ -138,7 +137,7 @@ def show(console, geometry, plans):
 
 def show_largest(console, geometry, largest, limits, plans):
     """The table of largest contexts: a row for each number of slots."""
-    table = _table(f"largest context in {', '.join(f'{limit / 2**30:.4g} GiB' for limit in limits)}")
+    table = _table(f"largest context in {', '.join(map(sizes.show, limits))}")
     for heading in ("slots", *plans, *(["gain"] if len(plans) > 1 else [])):
         table.add_column(heading, justify="right")
     at_most = False
@@ -171,10 +170,3 @@ def _count(text):
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number from 1 to {2**31 - 1}")
     return int(text)
 
-
-def parse_bytes(text):
-    """Bytes of "24GiB", "512M", "3.5 GB" (units are powers of 1024) or of a plain number."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
-    if not match or float(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a memory size such as 24GiB")
-    return int(float(match[1]) * UNITS[match[2].upper()])

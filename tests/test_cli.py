@@ -174,7 +174,7 @@ FAILURES = [
     ("policy make uniform M --window 9 -c 4096", 1, "error: -c is the context of --retention or --budget-bytes; neither is given"),
     ("policy make uniform M --retention 1.5", 1, "error: a budget has a retention of 1.5, above 0 and at most 1 expected"),
     ("policy make uniform M --retention x", 2, "argument --retention: invalid float value: 'x'"),
-    ("policy make uniform M --budget-bytes 4GB", 2, "argument --budget-bytes: '4GB' is not a number of bytes, KiB, MiB or GiB"),
+    ("policy make uniform M --budget-bytes 4XB", 2, "argument --budget-bytes: '4XB' is not a size such as 24GiB, 24GB or 300MiB"),
     ("policy make uniform M --retention 0.1 -c 5", 1,
      "error: no window fits: 1 token per KV head is a retention of 0.2 at 5 tokens, at most 0.1 expected"),
     ("policy make streaming M --window 9 --sink -1", 2, "argument --sink: '-1' is not a number of tokens from 0 to 2147483647"),
@@ -285,3 +285,8 @@ def test_importing_does_nothing():
               "; assert 'Llama' in dir(hwkv_llamacpp)")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_as_a_module(mini_hybrid):
+    done = subprocess.run([sys.executable, "-m", "hwkv_llamacpp", "info", str(mini_hybrid), "--json"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "") and json.loads(done.stdout)["architecture"] == "qwen35"

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from hwkv_llamacpp import HwkvError, ModelGeometry, Policy, dry_run, handmade, native
-from hwkv_llamacpp.plan import parse_bytes
 from hwkv_llamacpp.planner import Header, Planner, excess, largest_context
 
 ROOT = Path(__file__).parent.parent
@@ -178,10 +177,6 @@ def test_limits_are_those_of_the_devices_that_fill_up():
         excess(Gpu, [1, 2, 3])
 
 
-@pytest.mark.parametrize("text, n_bytes", [("24GiB", 24 * GIB), ("1.5 g", 3 * GIB // 2), ("512M", 512 * 2**20), ("4096", 4096)])
-def test_memory_sizes(text, n_bytes):
-    assert parse_bytes(text) == n_bytes
-
 
 # the command
 
@@ -220,7 +215,7 @@ def test_a_draft_model_is_part_of_the_total(built, hwkv, mini_hybrid):
 
 
 @pytest.mark.parametrize("words, code, message", [
-    (["MODEL", "--memory", "0"], 2, "'0' is not a memory size such as 24GiB"),
+    (["MODEL", "--memory", "0"], 2, "'0' is 0 bytes: a size with its unit expected, such as 24GiB"),
     (["MODEL", "-c", "many"], 2, "'many' is not a number from 1 to 2147483647"),
     (["no.gguf"], 1, "no.gguf: cannot read: No such file or directory"),
     (["MODEL", "--policy", "no.json"], 1, "no.json: cannot read: No such file or directory"),
