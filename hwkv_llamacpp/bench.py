@@ -100,7 +100,7 @@ class Bench:
 
     def _check_machine(self, n_gpu_layers):
         build, weights = native.build_dir().name, self.planner.header.weight_bytes or 0
-        if n_gpu_layers and build in ("cpu", "cpu-debug"):
+        if n_gpu_layers and not native.has_gpu():
             raise HwkvError(f"-ngl {n_gpu_layers} asks for a GPU, and the build in use ({build}) has none: "
                             "run ./build.sh --cuda or --vulkan.")
         if n_gpu_layers and build.startswith("cuda") and not self.gpus:

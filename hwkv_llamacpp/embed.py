@@ -93,6 +93,24 @@ def read_policy(path):
         return _decode(file)
 
 
+def chosen_policy(model, choice=None):
+    """The Policy that a model is to be served with, checked, or None for full KV.
+
+    choice: a policy file, "embedded" for the model's own, "off", or None for the model's own if it has one.
+    HwkvError if the policy cannot be read, is not there, or does not fit the model.
+    """
+    geometry = ModelGeometry.from_gguf(model)
+    if choice == "off":
+        return None
+    own = choice in (None, "embedded")
+    policy = read_policy(model) if own else Policy.load(choice)
+    if policy is not None:
+        policy.check(geometry, model if own else choice)
+    elif choice:
+        raise HwkvError(f"{model}: has no embedded policy")
+    return policy
+
+
 def has_policy(file):
     """True if an open GGUFFile has hwkv.* keys."""
     return KEY_VERSION in file.fields or KEY_WINDOWS in file.fields

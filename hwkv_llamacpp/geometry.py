@@ -7,6 +7,7 @@ Only the GGUF header is read: metadata-only files and any shard of a split model
 """
 
 import hashlib
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,6 +83,12 @@ class ModelGeometry:
         lines += [f"{x.layer} {x.kind} {x.n_head} {x.n_head_kv} {x.head_dim_k} {x.head_dim_v}"
                   for x in self.layers]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    def warn_beyond(self, n_ctx, n_parallel=1):
+        """Says on stderr if n_ctx tokens for n_parallel slots are more than the model was trained for."""
+        if n_ctx > self.n_ctx_train * n_parallel:
+            print(f"warning: the context of {n_ctx} tokens is larger than the model was trained for ({self.n_ctx_train}): "
+                  "llama-server would cap its slots", file=sys.stderr)
 
     def describe(self):
         """The "model" object of a policy file."""

@@ -1,7 +1,7 @@
 """Llama: llama_cpp.Llama with one more argument, policy.
 
     >>> from hwkv_llamacpp import Llama
-    >>> llm = Llama("model.gguf", policy="policy.json", n_ctx=32768, flash_attn=True)
+    >>> llm = Llama("model.gguf", policy="policy.json", n_ctx=32768)
     >>> llm.create_chat_completion([{"role": "user", "content": "Hello"}])
 
 Everything else is llama_cpp.Llama's own. What differs is what happens to a cache that no longer holds the past: stock code
@@ -30,19 +30,21 @@ KNOWN_ARGUMENTS = {name for name, p in inspect.signature(llama_cpp.Llama.__init_
 class Llama(llama_cpp.Llama):
     """A llama_cpp.Llama whose KV cache follows a policy.
 
-    policy: "embedded" (the default) for the policy in the GGUF, if there is one; the path of a policy JSON or of a GGUF with an
-    embedded policy; a Policy; None or "off" for full KV. The other arguments are llama_cpp.Llama's; unknown ones are a TypeError.
-    With flash_attn=True (off by default, as in llama_cpp) a windowed layer allocates exactly its heads; without, V is padded to
-    the widest layer of each window. HwkvError where the policy cannot be read or does not fit the model.
+    policy: "auto" (the default) for the policy in the GGUF, if there is one; "embedded" for that one and no other; the path of a
+    policy JSON or of a GGUF with an embedded policy; a Policy; None or "off" for full KV, whatever the GGUF carries.
+    The other arguments are llama_cpp.Llama's; unknown ones are a TypeError. Unlike there, flash_attn is True by default: a windowed
+    layer then allocates exactly its heads; without, V is padded to the widest layer of each window.
+    HwkvError where the policy cannot be read, is not there, or does not fit the model.
     """
 
-    def __init__(self, model_path, *, policy="embedded", **arguments):
+    def __init__(self, model_path, *, policy="auto", **arguments):
         for name in sorted(set(arguments) - KNOWN_ARGUMENTS):
             near = difflib.get_close_matches(name, KNOWN_ARGUMENTS | {"policy"}, 1)
             raise TypeError(f"Llama() got an unexpected keyword argument {name!r}{f'; did you mean {near[0]!r}?' if near else ''}")
         overrides = arguments.pop("kv_overrides", None)
         if OVERRIDE in (overrides or {}):
             raise ValueError(f"give the policy as policy=..., not as kv_overrides[{OVERRIDE!r}]")
+        arguments.setdefault("flash_attn", True)
         self._policy = policy
         self._own_kv_overrides = overrides
         arguments["kv_overrides"] = {**(overrides or {}), OVERRIDE: override_value(policy, model_path)}
@@ -104,12 +106,14 @@ def override_value(policy, model_path):
     """The value of the kv override for a `policy` argument. A file is read and checked here, so its path may be of any length."""
     if policy is None:
         return "off"
-    if isinstance(policy, str) and policy in ("embedded", "off"):
-        return policy
+    if isinstance(policy, str) and policy in ("auto", "off"):
+        return policy.replace("auto", "embedded")  # llama.cpp's word for the model's own, if it has one
     source = "policy"
     if not isinstance(policy, Policy):
         if not isinstance(policy, (str, os.PathLike)):
-            raise TypeError(f'policy is {policy!r}, a path, a Policy, "embedded" or None expected')
+            raise TypeError(f'policy is {policy!r}, a path, a Policy, "auto", "embedded" or None expected')
+        if policy == "embedded":
+            policy = model_path  # so that one without a policy is refused
         source, policy = os.fspath(policy), Policy.load(policy)
     if os.path.exists(model_path):
         policy.check(ModelGeometry.from_gguf(model_path), source)

@@ -34,6 +34,11 @@ def build_dir(upstream=False):
     return folder
 
 
+def has_gpu():
+    """True if the build in use can offload to a GPU, or to other machines."""
+    return build_dir().name not in ("cpu", "cpu-debug")
+
+
 def library():
     """Path of libllama in the build in use."""
     path = build_dir() / "bin" / ("libllama.dylib" if sys.platform == "darwin" else "libllama.so")

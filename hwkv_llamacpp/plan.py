@@ -8,10 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from . import dry_run, native, sizes
-from .embed import read_policy
+from .embed import chosen_policy
 from .footprint import CACHE_TYPES, CELL_PAD
 from .planner import HOST, MIB, PARTS, Planner, largest_context
-from .policy import Policy
 from .serve import ENVIRONMENT
 
 CHECKPOINTS, PROMPT_CACHE_BYTES = 32, 8192 * MIB  # llama-server's defaults for --ctx-checkpoints and --cache-ram
@@ -52,22 +51,21 @@ def run(args):
 
     planner = Planner(args.model, False if args.formulas else None)
     geometry = planner.geometry
-    choice = args.policy or os.environ.get(ENVIRONMENT) or "embedded"
-    policy = None if choice == "off" else read_policy(args.model) if choice == "embedded" else Policy.load(choice)
-    if policy:
-        policy.check(geometry, args.model if choice == "embedded" else choice)
+    choice = args.policy or os.environ.get(ENVIRONMENT)
+    policy = chosen_policy(args.model, choice)
     context = dry_run.Context(str(args.model), "off", args.ctx_size or geometry.n_ctx_train, args.batch_size, args.ubatch_size,
                               args.parallel, args.kv_unified, args.gpu_layers, args.flash_attn, args.cache_type_k, args.cache_type_v)
     if not planner.dry and not args.formulas:
         why = "the file has no tensors" if planner.header.n_tensors == 0 else f"the native build is missing: {native.BUILD_COMMAND}"
         print(f"no dry run ({why}); every number is a formula", file=sys.stderr)
-    if context.n_ctx > geometry.n_ctx_train * args.parallel:
-        print(f"warning: the context of {context.n_ctx} tokens is larger than the model was trained for ({geometry.n_ctx_train}): "
-              "llama-server would cap its slots", file=sys.stderr)
+    if args.gpu_layers and planner.dry and not native.has_gpu():
+        print(f"warning: -ngl {args.gpu_layers}: the build in use ({native.build_dir().name}) has no GPU, so all of it is planned for the "
+              "host, and --memory is the host's; ./build.sh --cuda or --vulkan makes one that has", file=sys.stderr)
+    geometry.warn_beyond(context.n_ctx, args.parallel)
     draft = Planner(args.model_draft, planner.dry) if args.model_draft else None
 
     def plan_at(n_ctx, policy, n_parallel):
-        here = replace(context, n_ctx=n_ctx, n_parallel=n_parallel, policy=str(choice) if policy else "off")
+        here = replace(context, n_ctx=n_ctx, n_parallel=n_parallel, policy=choice or "embedded" if policy else "off")
         plan = planner.plan(here, policy)
         return with_draft(plan, draft.plan(replace(here, model=str(draft.model), policy="off"))) if draft else plan
 
@@ -104,7 +102,10 @@ def with_draft(plan, draft):
 def show(console, geometry, plans):
     """The table of bytes, and what is not in it."""
     first = next(iter(plans.values()))
-    table = _table(f"{geometry.name}, -c {first.footprint.n_ctx}, {first.context.n_parallel} slots, MiB")
+    n_slots = first.context.n_parallel
+    slots = "1 slot" if n_slots == 1 else (f"{n_slots} slots that share them" if first.context.kv_unified
+                                           else f"{n_slots} slots of {first.footprint.n_ctx_seq}")
+    table = _table(f"{geometry.name}, -c {first.footprint.n_ctx}, {slots}, MiB")
     for heading in ("device", "", *plans):
         table.add_column(heading, justify="left" if heading in ("device", "") else "right")
     devices = list(dict.fromkeys(device for plan in plans.values() for device in plan.devices))
@@ -116,29 +117,31 @@ def show(console, geometry, plans):
                 if part == "KV":
                     for group, at in zip(plan.footprint.groups, plan.group_devices):
                         window = "full" if group.window is None else group.window
+                        cells = f"{group.cells:,} cells" + (f" x {group.streams} slots" if group.streams > 1 else "")
                         held = sum(n for name, n in at.items() if _same_device(name, device))
-                        rows.setdefault((place, f"KV, window {window}, {group.heads} KV heads, {group.cells:,} cells"), {})[i] = held
+                        rows.setdefault((place, f"KV, window {window}, {group.heads} KV heads, {cells}"), {})[i] = held
                 else:
                     rows.setdefault((place, part + (" (formula)" if part in plan.formulas else "")), {})[i] = n_bytes
         for (_, line), cells in sorted(rows.items(), key=lambda row: row[0][0]):
             table.add_row(device, line, *[f"{cells[i] / MIB:,.2f}" if i in cells else "" for i in range(len(plans))])
     table.add_section()
-    table.add_row("total", "", *[f"{plan.total_bytes / MIB:,.2f}" for plan in plans.values()])
+    table.add_row("total" + ("" if n_slots == 1 else ", all slots"), "", *[f"{plan.total_bytes / MIB:,.2f}" for plan in plans.values()])
     table.add_row("KV of the layers that take windows", "", *[f"{plan.kv_bytes / MIB:,.2f}" for plan in plans.values()])
     console.print(table)
     if first.unknown:
         console.print(f"not in the total, because only a dry run can tell: {', '.join(first.unknown)}")
+    console.print("not in the total, because they fill as requests come, on the host:")
     if any(plan.checkpoint_bytes for plan in plans.values()):
         each = ", ".join(f"{(plan.checkpoint_bytes or 0) / MIB:,.2f} MiB ({name})" for name, plan in plans.items())
-        console.print(f"beside the total, on the host: up to {CHECKPOINTS} context checkpoints per slot of {each} each, unless "
-                      "--ctx-checkpoints says less", soft_wrap=True)
-    console.print(f"and up to {PROMPT_CACHE_BYTES / MIB:,.0f} MiB of prompt cache, unless --cache-ram says less", soft_wrap=True)
+        console.print(f"  context checkpoints, up to {CHECKPOINTS} per slot (--ctx-checkpoints); each takes {each}", soft_wrap=True)
+    console.print(f"  the cache of earlier prompts, up to {PROMPT_CACHE_BYTES / MIB:,.0f} MiB (--cache-ram)", soft_wrap=True)
 
 
 def show_largest(console, geometry, largest, limits, plans):
     """The table of largest contexts: a row for each number of slots."""
-    table = _table(f"largest context in {', '.join(map(sizes.show, limits))}")
-    for heading in ("slots", *plans, *(["gain"] if len(plans) > 1 else [])):
+    unknown = next(iter(plans.values())).unknown
+    table = _table(f"{'at most the ' if unknown else ''}largest context in {', '.join(map(sizes.show, limits))}")
+    for heading in ("slots (-np)", *plans, *(["gain"] if len(plans) > 1 else [])):
         table.add_column(heading, justify="right")
     at_most = False
     for n_parallel in dict.fromkeys(n for n, _ in largest):
@@ -150,6 +153,8 @@ def show_largest(console, geometry, largest, limits, plans):
             cells.append(f"{found[1][0] / found[0][0]:.3f}" if all(found) else "")
         table.add_row(str(n_parallel), *cells)
     console.print(table)
+    if unknown:
+        console.print(f"at most: {', '.join(unknown)} take memory, too", soft_wrap=True)
     if at_most:
         console.print("* all that the model was trained for; the memory would hold more")
 

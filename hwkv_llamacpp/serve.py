@@ -4,17 +4,17 @@ import os
 import sys
 
 from . import native
-from .embed import read_policy
+from .embed import chosen_policy
 from .errors import HwkvError
 from .geometry import ModelGeometry
-from .policy import Policy
 
 ENVIRONMENT = "LLAMA_ARG_HWKV_POLICY"
 
 
 def add_arguments(parser):
     parser.description = ("Runs llama-server of the native build on a model. Everything after -- goes to llama-server as it is; "
-                          "stop it with Ctrl-C.")
+                          "stop it with Ctrl-C. It gets one slot (-np 1), where llama-server alone would make four, unless -np or "
+                          "--parallel stands after -- or LLAMA_ARG_N_PARALLEL is set: every slot keeps windows of its own.")
     parser.epilog = "example:\n  hwkv serve model-hwkv.gguf -- -c 32768 -ngl 99 --port 8080"
     parser.add_argument("model", metavar="MODEL", help="GGUF file")
     parser.add_argument("--policy", metavar="P", help='policy JSON, a GGUF with an embedded policy, "embedded" or "off" '
@@ -27,6 +27,8 @@ def add_arguments(parser):
     def parse_before_dashes(words, namespace=None):
         at = words.index("--") if "--" in words else len(words)
         namespace, unknown = parse(words[:at], namespace)
+        if unknown:
+            parser.error(f"{' '.join(unknown)}: flags of llama-server go after --, as in hwkv serve MODEL -- -c 32768")
         namespace.flags = words[at + 1:]
         return namespace, unknown
 
@@ -35,21 +37,22 @@ def add_arguments(parser):
 
 def run(args):
     """Does not return: the process becomes llama-server."""
-    if any(word.split("=")[0] == "--hwkv-policy" for word in args.flags):
+    given = {word.split("=")[0] for word in args.flags}
+    if "--hwkv-policy" in given:
         raise HwkvError("give the policy as --policy, before the --")
     program = native.binary("llama-server")
-    choice = args.policy or os.environ.get(ENVIRONMENT) or "embedded"
-    print(describe(args.model, choice), file=sys.stderr, flush=True)
-    os.execv(program, [str(program), "-m", args.model, "--hwkv-policy", choice, *args.flags])
+    choice = args.policy or os.environ.get(ENVIRONMENT)
+    line, slots = describe(args.model, choice), []
+    if not given & {"-np", "--parallel"} and "LLAMA_ARG_N_PARALLEL" not in os.environ:
+        slots = ["-np", "1"]
+        line += "; 1 slot (for more, give -np N after --)"
+    print(line, file=sys.stderr, flush=True)
+    os.execv(program, [str(program), "-m", args.model, "--hwkv-policy", choice or "embedded", *slots, *args.flags])
 
 
 def describe(model, choice):
-    """One line on the policy that `choice` means for a model. HwkvError where it cannot be read or does not fit."""
-    geometry = ModelGeometry.from_gguf(model)
-    if choice == "off":
-        return "no policy: full KV, as upstream"
-    policy = read_policy(model) if choice == "embedded" else Policy.load(choice)
+    """One line on the policy that `choice` means for a model, as `chosen_policy` takes it."""
+    policy = chosen_policy(model, choice)
     if policy is None:
-        return f"no policy in {model}: full KV, as upstream"
-    policy.check(geometry, model if choice == "embedded" else choice)
-    return policy.summary(geometry)
+        return f"no policy{'' if choice else f' in {model}'}: full KV, as upstream"
+    return f"policy {policy.summary(ModelGeometry.from_gguf(model))}"

@@ -222,10 +222,20 @@ def test_forms_of_the_policy_argument(policy, tmp_path):
     path, gguf = tmp_path / "policy.json", tmp_path / "embedded.gguf"
     policy.save(path)
     embed(MINI_HYBRID, policy, gguf)
-    for model, form in ((MINI_HYBRID, policy), (MINI_HYBRID, path), (MINI_HYBRID, str(path)), (MINI_HYBRID, gguf), (gguf, "embedded")):
+    for model, form in ((MINI_HYBRID, policy), (MINI_HYBRID, path), (MINI_HYBRID, str(path)), (MINI_HYBRID, gguf), (gguf, "embedded"), (gguf, "auto")):
         assert new(model, form, n_ctx=1024).hwkv_info()["fingerprint"] == fingerprint(policy)
-    for model, form in ((MINI_HYBRID, None), (MINI_HYBRID, "off"), (gguf, None), (MINI_HYBRID, "embedded"), (MINI_HYBRID, Policy())):
+    for model, form in ((MINI_HYBRID, None), (MINI_HYBRID, "off"), (gguf, None), (MINI_HYBRID, "auto"), (MINI_HYBRID, Policy())):
         assert new(model, form, n_ctx=1024).hwkv_info() == {"active": False}
+    with pytest.raises(HwkvError, match="has no embedded policy"):
+        new(MINI_HYBRID, "embedded")
+
+
+def test_flash_attention_unless_the_caller_says_otherwise(policy):
+    from hwkv_llamacpp import Llama
+
+    bytes_ = [Llama(str(MINI_HYBRID), policy=policy, n_ctx=1024, n_threads=1, verbose=False, **more).hwkv_info()["kv_bytes"]
+              for more in ({}, {"flash_attn": True}, {"flash_attn": False})]
+    assert bytes_[0] == bytes_[1] < bytes_[2]  # one head more in layer 7 than in 3 is padded for without
 
 
 @pytest.mark.parametrize("length", [100, 127, 128, 300])
