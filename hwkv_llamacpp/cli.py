@@ -218,7 +218,7 @@ def run_make_uniform(args):
     from .geometry import ModelGeometry
 
     geometry = ModelGeometry.from_gguf(args.model)
-    _write_policy(args, _of_window(args, geometry, lambda window: handmade.uniform(geometry, window, args.keep_full, args.sink)))
+    _write_made(args, geometry, _of_window(args, geometry, lambda window: handmade.uniform(geometry, window, args.keep_full, args.sink)))
 
 
 def run_make_streaming(args):
@@ -226,7 +226,7 @@ def run_make_streaming(args):
     from .geometry import ModelGeometry
 
     geometry = ModelGeometry.from_gguf(args.model)
-    _write_policy(args, _of_window(args, geometry, lambda window: handmade.streaming(geometry, window, args.sink)))
+    _write_made(args, geometry, _of_window(args, geometry, lambda window: handmade.streaming(geometry, window, args.sink)))
 
 
 def run_make_random(args):
@@ -234,14 +234,15 @@ def run_make_random(args):
     from .geometry import ModelGeometry
 
     geometry = ModelGeometry.from_gguf(args.model)
-    _write_policy(args, handmade.random_windows(geometry, args.windows, args.seed, args.sink, _budget(args, geometry)))
+    _write_made(args, geometry, handmade.random_windows(geometry, args.windows, args.seed, args.sink, _budget(args, geometry)))
 
 
 def run_make_matrix(args):
     from . import handmade
     from .geometry import ModelGeometry
 
-    _write_policy(args, handmade.matrix(ModelGeometry.from_gguf(args.model), args.matrix))
+    geometry = ModelGeometry.from_gguf(args.model)
+    _write_made(args, geometry, handmade.matrix(geometry, args.matrix))
 
 
 def run_make_pattern(args):
@@ -253,7 +254,8 @@ def run_make_pattern(args):
     layers = dict(args.layer)
     if len(layers) != len(args.layer):
         raise HwkvError("--layer names a layer twice")
-    _write_policy(args, handmade.pattern(ModelGeometry.from_gguf(args.model), args.pattern, layers))
+    geometry = ModelGeometry.from_gguf(args.model)
+    _write_made(args, geometry, handmade.pattern(geometry, args.pattern, layers))
 
 
 def run_show(args):
@@ -287,7 +289,7 @@ def run_show(args):
         *([("model", " ".join(str(model[k]) for k in ("architecture", "name") if k in model))] if model else []),
         ("sinks", str(policy.n_sink)),
         ("retention" if geometry else "retention, listed layers", ", ".join(f"{r:.3f} at {t:,}" for t, r in retention.items())),
-        *([("made by", json.dumps(policy.provenance, ensure_ascii=False))] if policy.provenance else []),
+        *_made_by(policy.provenance or {}),
         *([("picture", str(args.plot))] if args.plot else []),
     ])
     if rows:
@@ -303,9 +305,11 @@ def run_check(args):
     from .geometry import ModelGeometry
     from .policy import Policy
 
+    _check_order(args)
     geometry = ModelGeometry.from_gguf(args.model)
     policy = Policy.load(args.policy)
     policy.check(geometry, args.policy)
+    geometry.warn_beyond(args.ctx_size)
     footprint = predict(geometry, policy, args.ctx_size)
     retention = policy.retention(args.ctx_size or geometry.n_ctx_train, geometry)
     if args.json:
@@ -330,6 +334,7 @@ def run_embed(args):
     from .geometry import ModelGeometry
     from .policy import Policy
 
+    _check_order(args)
     policy = Policy.load(args.policy)
     policy.check(ModelGeometry.from_gguf(args.model), args.policy)  # here, because here it has a file name
     paths = embed(args.model, policy, args.output, force=args.force, link_shards=args.link, progress=True)
@@ -398,6 +403,16 @@ def _budget_flags(command, group):
                          help="context of --retention or --budget-bytes, with F16 K and V and one sequence (default: the trained one)")
 
 
+def _check_order(args):
+    """MODEL and POLICY are easily given the other way round."""
+    try:
+        starts = [open(path, "rb").read(4) for path in (args.model, args.policy)]
+    except OSError:
+        return  # whoever reads it says why
+    if starts[0] != b"GGUF" and starts[1] == b"GGUF":
+        raise HwkvError(f"{args.model}: not a GGUF file, but {args.policy} is one: MODEL comes first, then POLICY")
+
+
 def _budget(args, geometry):
     from .budget import Budget
 
@@ -405,6 +420,7 @@ def _budget(args, geometry):
         if args.ctx_size is not None:
             raise HwkvError("-c is the context of --retention or --budget-bytes; neither is given")
         return None
+    geometry.warn_beyond(args.ctx_size or 0)
     return Budget(args.ctx_size or geometry.n_ctx_train, args.retention, args.budget_bytes)
 
 
@@ -498,6 +514,34 @@ def _write_policy(args, policy):
         return
     policy.save(args.output, overwrite=args.force)
     print(f"wrote {args.output}")
+
+
+def _write_made(args, geometry, policy):
+    _write_policy(args, policy)
+    if args.output is not None:
+        n = geometry.n_ctx_train
+        print(f"it keeps {policy.retention(n, geometry):.1%} of the KV cells at {n:,} tokens, the trained context")
+
+
+def _made_by(provenance):
+    """[("made by", line)] of what matters most in a provenance, which may be any JSON object; all of it is in --json."""
+    if not provenance:
+        return []
+    budget = provenance.get("budget") if isinstance(provenance.get("budget"), dict) else provenance
+    words = [str(provenance.get("method", "unknown"))]
+    words += [f"{key} {provenance[key]}" for key in ("tau", "window", "pattern", "seed") if key in provenance]
+    for key, text in (("retention", "share of the cells"), ("budget_bytes", "bytes")):
+        if key in budget:
+            words.append(f"a budget of {budget[key]} ({text} at {budget.get('n_ctx', 'all')} tokens)")
+    lines = [", ".join(words)]
+    if "windows" in provenance:
+        windows = provenance["windows"]
+        lines.append(f"from windows of {', '.join(map(str, windows)) if isinstance(windows, list) else windows} tokens")
+    if isinstance(trace := provenance.get("trace"), dict):
+        text = trace.get("text")
+        text = "the text that ships" if text == "default" else ", ".join(map(str, text)) if isinstance(text, list) else text
+        lines.append(f"on traces of {provenance.get('n_ctx')} tokens of {text}")
+    return [("" if i else "made by", line) for i, line in enumerate(lines)]
 
 
 def _window(window):

@@ -132,7 +132,7 @@ def show(console, geometry, plans):
         console.print(f"not in the total, because only a dry run can tell: {', '.join(first.unknown)}")
     console.print("not in the total, because they fill as requests come, on the host:")
     if any(plan.checkpoint_bytes for plan in plans.values()):
-        each = ", ".join(f"{(plan.checkpoint_bytes or 0) / MIB:,.2f} MiB ({name})" for name, plan in plans.items())
+        each = ", ".join(f"{plan.checkpoint_bytes / MIB:,.2f} MiB ({name})" for name, plan in plans.items() if plan.checkpoint_bytes)
         console.print(f"  context checkpoints, up to {CHECKPOINTS} per slot (--ctx-checkpoints); each takes {each}", soft_wrap=True)
     console.print(f"  the cache of earlier prompts, up to {PROMPT_CACHE_BYTES / MIB:,.0f} MiB (--cache-ram)", soft_wrap=True)
 
@@ -140,7 +140,7 @@ def show(console, geometry, plans):
 def show_largest(console, geometry, largest, limits, plans):
     """The table of largest contexts: a row for each number of slots."""
     unknown = next(iter(plans.values())).unknown
-    table = _table(f"{'at most the ' if unknown else ''}largest context in {', '.join(map(sizes.show, limits))}")
+    table = _table(f"largest context in {', '.join(map(sizes.show, limits))}{', at most' if unknown else ''}")
     for heading in ("slots (-np)", *plans, *(["gain"] if len(plans) > 1 else [])):
         table.add_column(heading, justify="right")
     at_most = False
@@ -157,6 +157,8 @@ def show_largest(console, geometry, largest, limits, plans):
         console.print(f"at most: {', '.join(unknown)} take memory, too", soft_wrap=True)
     if at_most:
         console.print("* all that the model was trained for; the memory would hold more")
+    if any(n > 1 for n, _ in largest):
+        console.print("contexts of several slots are those of -c, for all slots together")
 
 
 def _table(title):

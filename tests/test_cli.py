@@ -29,7 +29,8 @@ def model(metadata_gguf):
 @pytest.fixture
 def saved(hwkv, model, tmp_path):
     path = tmp_path / "p.json"
-    assert hwkv("policy", "make", "uniform", model, "--window", 512, "--keep-full", "0:1", "-o", path) == (0, f"wrote {path}\n", "")
+    assert hwkv("policy", "make", "uniform", model, "--window", 512, "--keep-full", "0:1", "-o", path) == (
+        0, f"wrote {path}\nit keeps 26.2% of the KV cells at 32,768 tokens, the trained context\n", "")
     return path
 
 
@@ -146,6 +147,31 @@ def test_square_brackets_are_not_markup(hwkv, metadata_gguf):
     assert "[red]model[/red]" in hwkv("info", metadata_gguf("llama", {"general.name": "[red]model[/red]"}))[1]
 
 
+def test_show_says_how_it_was_made(hwkv, tmp_path, model):
+    def made_by(*words):
+        lines = hwkv("policy", "show", *words)[1].splitlines()
+        at = next(i for i, line in enumerate(lines) if line.startswith("made by"))
+        return [line[8:].strip() for line in lines[at:at + 3]]
+
+    policy = tmp_path / "p.json"
+    hwkv("policy", "make", "uniform", model, "--retention", 0.25, "-c", 4096, "--sink", 4, "-o", policy)
+    assert made_by(policy)[0] == "uniform, window 1020, a budget of 0.25 (share of the cells at 4096 tokens)"
+    Policy({0: [64, 64]}, provenance={
+        "method": "seqcalib", "n_ctx": 1024, "windows": [256, 512], "seed": 0, "tau": 0.98, "trace": {"text": "default", "seed": 0},
+        "trace_sha256": "8fe7", "numpy": "2.4.6"}).save(policy)
+    assert made_by(policy) == ["seqcalib, tau 0.98, seed 0", "from windows of 256, 512 tokens", "on traces of 1024 tokens of the text that ships"]
+    for provenance in ({"method": None, "trace": {}, "windows": 3}, {"budget": [], "tau": {}}, {"x": 1}):
+        Policy({0: [64, 64]}, provenance=provenance).save(policy)
+        assert hwkv("policy", "show", policy)[0] == 0
+
+
+def test_a_context_beyond_the_trained_one_is_a_warning(hwkv, model, saved, tmp_path):
+    warning = "warning: the context of 65536 tokens is larger than the model was trained for (32768): llama-server would cap its slots\n"
+    assert hwkv("policy", "check", model, saved, "-c", 65536)[::2] == (0, warning)
+    assert hwkv("policy", "make", "uniform", model, "--retention", 0.5, "-c", 65536)[::2] == (0, warning)
+    assert hwkv("policy", "check", model, saved, "-c", 32768)[2] == ""
+
+
 # errors: command line, exit code, what stderr says. M is the model, P its policy, D a folder.
 
 FAILURES = [
@@ -200,6 +226,8 @@ FAILURES = [
     ("policy show P --plot D/p.gif", 1, "error: D/p.gif: a name that ends in .png, .svg or .pdf expected"),
     ("policy check M", 2, "the following arguments are required: POLICY"),
     ("policy check M P -c x", 2, "argument -c/--ctx-size: 'x' is not a number of tokens from 1 to 2147483647"),
+    ("policy check P M", 1, "error: P: not a GGUF file, but M is one: MODEL comes first, then POLICY"),
+    ("embed P M -o D/out", 1, "error: P: not a GGUF file, but M is one: MODEL comes first, then POLICY"),
     ("policy check H P", 1, "error: P: made for another model: key 'model.architecture' is \"maple\", \"qwen35\" expected"),
     ("embed M P", 2, "the following arguments are required: -o/--output"),
     ("embed M P -o M --force", 1, "error: M: is the input; embedding writes a new file"),

@@ -193,7 +193,8 @@ def test_the_command_on_a_model_that_is_here(built, hwkv, mini_hybrid, tmp_path)
     assert [(x["n_parallel"], x["plan"]) for x in answer["largest"]] == [(1, "full KV"), (1, "policy")]
     assert 0 < answer["largest"][0]["n_ctx"] < answer["largest"][1]["n_ctx"]
     code, out, _ = hwkv("plan", mini_hybrid, "--policy", policy, "-c", 4096, "-np", 2, "--memory", "1TiB")
-    assert "KV, window 64, 3 KV heads, 768 cells" in out and "context checkpoints" in out
+    assert "-c 4096, 2 slots of 2048, MiB" in out and "total, all slots" in out and "contexts of several slots" in out
+    assert "KV, window 64, 3 KV heads, 768 cells x 2 slots" in out and "context checkpoints, up to 32 per slot" in out
     assert "8,192 *   8,192 *   1.000" in out and "all that the model was trained for" in out
 
 
@@ -202,6 +203,20 @@ def test_the_command_without_a_build(hwkv, qwen):
     assert code == 0
     assert "no dry run (the file has no tensors); every number is a formula" in err
     assert "7,168.00" in out and "not in the total, because only a dry run can tell: weights, compute, output, process" in out
+
+
+def test_without_a_dry_run_the_largest_context_is_an_upper_bound(hwkv, mini_hybrid):
+    out = hwkv("plan", mini_hybrid, "--formulas", "--memory", "9MiB")[1]
+    assert "context in 9 MiB, at most" in " ".join(out.split()) and "at most: compute, output, process take memory, too" in out
+    assert ", 1 slot, MiB" in out
+
+
+def test_offloading_on_a_build_without_a_gpu_is_a_warning(built, hwkv, mini_hybrid):
+    if native.has_gpu():
+        pytest.skip("the build in use has a GPU backend")
+    code, _, err = hwkv("plan", mini_hybrid, "-c", 4096, "--n-gpu-layers", 99, "--memory", "1GiB")
+    assert code == 0 and "warning: -ngl 99: the build in use (cpu) has no GPU" in err
+    assert "warning" not in hwkv("plan", mini_hybrid, "-c", 4096, "-ngl", 0)[2]
 
 
 def test_a_draft_model_is_part_of_the_total(built, hwkv, mini_hybrid):
