@@ -216,9 +216,11 @@ class Bench:
         self.done[row.key] = row
         result = f"{row.status} in {row.phase}: {row.cause}"
         if row.status == "ok":
-            result = (f"peak {row.peak_bytes / MIB:,.1f} MiB, KV {row.kv_bytes / MIB:,.1f} MiB, prefill {row.prefill_ts:,.1f} t/s, "
+            charged = f"charged {row.limited_bytes / MIB:,.1f} of {row.memory_limit_bytes / MIB:,.1f} MiB, " if row.limited_bytes else ""
+            result = (f"{charged}peak {row.peak_bytes / MIB:,.1f} MiB, KV {row.kv_bytes / MIB:,.1f} MiB, prefill {row.prefill_ts:,.1f} t/s, "
                       f"decode {row.decode_ts:,.2f} t/s")
-        self._say(f"{arm.name}, -c {n_ctx}, {step or 'round'} {round_ + 1}: {result}")
+        what = "warm-up, which tells what the process holds beside its buffers" if step == "process" else f"{step or 'round'} {round_ + 1}"
+        self._say(f"{arm.name}, -c {n_ctx}, {what}: {result}")
         return row
 
     def _measure_process(self, arm):
@@ -235,8 +237,7 @@ class Bench:
         buffers = plan.gpu_bytes if self._on_gpu else plan.total_bytes
         self._process_bytes[arm] = max(0, row.peak_bytes - buffers)
         # a control group is not charged for library pages that others have read before
-        charged = row.cgroup_peak_bytes if (row.memory_limit_kind or "").startswith("cgroup") else None
-        self._charged_bytes[arm] = max(0, (charged or row.peak_bytes) - buffers)
+        self._charged_bytes[arm] = max(0, (row.limited_bytes or row.peak_bytes) - buffers)
 
     def _plan(self, arm, n_ctx, process_bytes=None):
         s = self.settings

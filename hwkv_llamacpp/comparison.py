@@ -97,8 +97,8 @@ class Section:
             policy = next(r for r in self.rows if r.arm == name)
             if policy.policy_fingerprint:
                 kept = {r.n_ctx: r.retention for r in self.rows if r.arm == name and (self.kind != "capacity" or r.step == "last success")}
-                kept = ", ".join(f"{kept[n]:.1%} at {n:,}" for n in sorted(kept)) or "not known"
-                facts.append((f"policy {name}", f"{policy.policy_fingerprint}, nominal retention {kept}"))
+                kept = ", ".join(f"{kept[n]:.1%} of the cells at {n:,} tokens" for n in sorted(kept))
+                facts.append((f"policy {name}", f"{policy.policy_fingerprint}, " + (f"keeps {kept}" if kept else "no boundary was measured")))
         return facts
 
     def policies(self):
@@ -182,19 +182,21 @@ class Section:
         return tables
 
     def _capacity(self):
-        table = Table("Largest context", ["arm", "last success", "first failure", "confirmed", "failure",
+        table = Table("Largest context", ["arm", "last success", "first failure", "confirmed", "failure", "charged, MiB",
                                           f"gain over {self.reference}", "ideal, all bytes", "ideal, KV alone", "share of the ideals"])
         found = {arm: Pair(self, arm) for arm in self.arms}
         base = found.get(self.reference)
         for arm, pair in found.items():
             gain = pair.last_success / base.last_success if base and pair.last_success and base.last_success else None
             ideals = [ideal(base, pair), ideal_kv(base, pair)] if gain and pair is not base else [None, None]
-            table.rows.append([arm, tokens(pair.last_success), tokens(pair.first_failure), pair.confirmed, pair.cause,
+            table.rows.append([arm, tokens(pair.last_success), tokens(pair.first_failure), pair.confirmed, pair.cause, mib(pair.charged),
                                f"{gain:.3f}" if gain and pair is not base else "-", *[f"{x:.3f}" if x else "-" for x in ideals],
                                ", ".join(f"{gain / x:.1%}" for x in ideals if x) or "-"])
         table.notes.append("A boundary is a pair that was measured: contexts one grid step apart, each repeated three times in filled "
                            "contexts. The ideal with all bytes is the context at which the predicted peak reaches the reference's; that of "
                            "KV alone counts the nominal windows and nothing else.")
+        if any(pair.charged for pair in found.values()):
+            table.notes.append("Charged is the most that the kernel counted against the limit at the last success; it counts page cache, too.")
         off = [f"{arm} {pair.at_boundary.predicted_peak_bytes / pair.at_boundary.peak_bytes - 1:+.1%}"
                for arm, pair in found.items() if pair.at_boundary]
         if off:
@@ -213,7 +215,7 @@ class Section:
             drawn.append(("Speed as a share of the reference's", figures.throughput(self)))
         elif self.kind == "capacity":
             drawn.append(("Largest context", figures.capacity({arm: Pair(self, arm) for arm in self.arms})))
-        drawn += [(f"Windows of {arm}", figures.policy(policy)) for arm, policy in self.policies().items()]
+        drawn += [(f"Windows of the policy {arm}", figures.policy(policy)) for arm, policy in self.policies().items()]
         return [(title, svg) for title, svg in drawn if svg]
 
 
@@ -229,7 +231,8 @@ class Pair:
         self.first_failure = bad[0].n_ctx if bad else min((row.n_ctx for row in self.rows if row.status == "out of memory"), default=None)
         n_good, n_bad = sum(row.status == "ok" for row in good), sum(row.status == "out of memory" for row in bad)
         self.is_confirmed = n_good == n_bad == 3
-        self.confirmed = f"{n_good} of 3, {n_bad} of 3" + ("" if self.is_confirmed else ": NO")
+        self.confirmed = "yes" if self.is_confirmed else f"no: {n_good} of 3 ran, {n_bad} of 3 ran out" if good or bad else "no: not repeated"
+        self.charged = max((row.limited_bytes for row in good if row.limited_bytes and row.status == "ok"), default=None)
         failure = next((row for row in bad if row.status == "out of memory"), None)
         self.cause = f"{failure.phase}: {failure.cause}" if failure else "-"
         self.at_boundary = next((row for row in good if row.status == "ok" and row.predicted_peak_bytes and row.peak_bytes), None)

@@ -21,7 +21,7 @@ def memory(section):
             axes.plot([p[0] for p in points], [p[1] / MIB for p in points], "o-", color=color, label=arm, markersize=5, linewidth=1.8)
             if all(p[2] for p in points):
                 axes.plot([p[0] for p in points], [p[2] / MIB for p in points], "--", color=color, linewidth=1, alpha=0.6)
-    axes.set(ylabel="peak, MiB", ylim=(0, None))
+    axes.set(ylabel="peak, MiB", ylim=(0, axes.dataLim.y1 * 1.1 if axes.lines else None))
     _contexts(axes, section.contexts)
     axes.legend(frameon=False, labelcolor=INK, fontsize=8, title="dashed: predicted", title_fontsize=7)
     return _svg(figure)
@@ -48,6 +48,8 @@ def throughput(section):
 
 def capacity(pairs):
     """A bar up to the last success, a mark at the first failure."""
+    from matplotlib.ticker import MultipleLocator
+
     figure, axes = _figure(6.8, 0.9 + 0.5 * len(pairs))
     longest = max((pair.first_failure or pair.last_success or 0 for pair in pairs.values()), default=0)
     for y, (arm, color) in enumerate(colors(pairs).items()):
@@ -61,9 +63,20 @@ def capacity(pairs):
         end = pair.first_failure or pair.last_success or 0
         axes.text(end + longest * 0.02, y, text, va="center", fontsize=8, color=INK)
     axes.set_yticks(range(len(pairs)), list(pairs))
-    axes.set(xlim=(0, longest * 1.55 or 1), ylim=(len(pairs) - 0.4, -0.6), xlabel="context, tokens")
+    axes.set(xlim=(0, longest * 1.95 or 1), ylim=(len(pairs) - 0.4, -0.6), xlabel="context, tokens")
+    axes.grid(axis="y", visible=False)  # it would run through the texts
+    axes.xaxis.set_major_locator(MultipleLocator(_step(longest)))
+    axes.xaxis.set_major_formatter(lambda n, _: short(int(n)))
     axes.xaxis.label.set(color=INK, fontsize=9)
     return _svg(figure)
+
+
+def _step(longest):
+    """Ticks a power of two apart, 1K or more, at most eight up to the longest context."""
+    step = 1024
+    while longest > 8 * step:
+        step *= 2
+    return step
 
 
 def policy(policy):

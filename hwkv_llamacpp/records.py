@@ -101,6 +101,11 @@ class Row:
             setattr(self, ours, timings.get(theirs))
 
     @property
+    def limited_bytes(self):
+        """Peak of what the memory limit is held against: all that the control group was charged for. None where no such group was."""
+        return self.cgroup_peak_bytes if (self.memory_limit_kind or "").startswith("cgroup") else None
+
+    @property
     def key(self):
         """What makes two rows the same case: all that was asked for, and none of what came out."""
         settings = json.dumps(self.settings, sort_keys=True)

@@ -90,28 +90,37 @@ def test_kv_bytes_that_are_not_the_predicted_ones_are_counted():
 def test_a_capacity_gain_is_compared_with_both_ideals():
     (section,) = comparison.make_sections(capacity_rows())
     (table,) = section.tables()
-    gain, with_all, kv_alone, shares = table.rows[1][5:]
+    gain, with_all, kv_alone, shares = table.rows[1][6:]
     assert gain == "1.700"
     assert with_all == f"{10240 * 20 / 11 / 10240:.3f}"
     # 512 bytes for a token of full KV; with half of the heads at 512 tokens, 256 for a token and 256 x 512 for good
     assert float(kv_alone) == pytest.approx((512 * 10240 - 256 * 512) / 256 / 10240, abs=1e-3)
     assert shares == "93.5%, 87.2%"
-    assert table.rows[1][3] == "3 of 3, 3 of 3"
+    assert table.rows[1][3:6] == ["yes", "prefill: killed by the kernel", "-"]
 
 
 def test_a_pair_that_is_not_confirmed_says_so():
     rows = capacity_rows()
     rows[-1] = dataclasses.replace(rows[-1], status="ok")
-    assert comparison.make_sections(rows)[0].tables()[0].rows[1][3] == "3 of 3, 2 of 3: NO"
+    assert comparison.make_sections(rows)[0].tables()[0].rows[1][3] == "no: 3 of 3 ran, 2 of 3 ran out"
+    rows = [dataclasses.replace(r, step="search") for r in rows]
+    section = comparison.make_sections(rows)[0]
+    assert section.tables()[0].rows[1][3] == "no: not repeated" and ("policy p", "abc, no boundary was measured") in section.about()
     crashed = [*capacity_rows(), row("capacity", "p", 20480, 0, "failed", step="search", cause="killed by SIGSEGV")]
     (table,) = comparison.make_sections(crashed)[0].tables()
     assert table.rows[1][1:3] == ["17,408", "18,432"]  # a crash moves no boundary
     assert table.notes[-1] == "p: 1 runs ended otherwise and count for nothing, the first at 20,480: killed by SIGSEGV"
 
 
+def test_what_the_limit_counted_is_shown():
+    rows = [dataclasses.replace(r, memory_limit_bytes=100 * MIB, memory_limit_kind="cgroup v2", cgroup_peak_bytes=99 * MIB) for r in capacity_rows()]
+    (table,) = comparison.make_sections(rows)[0].tables()
+    assert [r[5] for r in table.rows] == ["99.0", "99.0"] and any("counted against the limit" in note for note in table.notes)
+
+
 def test_a_policy_whose_every_head_has_a_window_has_no_ideal():
     rows = [dataclasses.replace(r, kv_layers=[[0, 256, [512, 512]]]) if r.arm == "p" else r for r in capacity_rows()]
-    assert comparison.make_sections(rows)[0].tables()[0].rows[1][7] == "-"
+    assert comparison.make_sections(rows)[0].tables()[0].rows[1][8] == "-"
 
 
 def test_preparation_is_part_of_no_result():
