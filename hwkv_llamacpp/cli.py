@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from . import __version__, sizes
@@ -405,12 +406,15 @@ def _budget_flags(command, group):
 
 def _check_order(args):
     """MODEL and POLICY are easily given the other way round."""
-    try:
-        starts = [open(path, "rb").read(4) for path in (args.model, args.policy)]
-    except OSError:
-        return  # whoever reads it says why
-    if starts[0] != b"GGUF" and starts[1] == b"GGUF":
-        raise HwkvError(f"{args.model}: not a GGUF file, but {args.policy} is one: MODEL comes first, then POLICY")
+    from .gguf_file import MAGIC
+
+    def is_gguf(path):
+        with open(path, "rb") as file:
+            return file.read(4) == MAGIC
+
+    with suppress(OSError):  # whoever reads it says why
+        if not is_gguf(args.model) and is_gguf(args.policy):  # a policy may come from a pipe, and is not read before its time
+            raise HwkvError(f"{args.model}: not a GGUF file, but {args.policy} is one: MODEL comes first, then POLICY")
 
 
 def _budget(args, geometry):

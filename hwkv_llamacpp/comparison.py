@@ -196,7 +196,8 @@ class Section:
                            "contexts. The ideal with all bytes is the context at which the predicted peak reaches the reference's; that of "
                            "KV alone counts the nominal windows and nothing else.")
         if any(pair.charged for pair in found.values()):
-            table.notes.append("Charged is the most that the kernel counted against the limit at the last success; it counts page cache, too.")
+            table.notes.append("Charged is the most that the kernel counted against the limit at the last success; that includes the page cache "
+                               "of files that the server read.")
         off = [f"{arm} {pair.at_boundary.predicted_peak_bytes / pair.at_boundary.peak_bytes - 1:+.1%}"
                for arm, pair in found.items() if pair.at_boundary]
         if off:

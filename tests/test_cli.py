@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -170,6 +171,15 @@ def test_a_context_beyond_the_trained_one_is_a_warning(hwkv, model, saved, tmp_p
     assert hwkv("policy", "check", model, saved, "-c", 65536)[::2] == (0, warning)
     assert hwkv("policy", "make", "uniform", model, "--retention", 0.5, "-c", 65536)[::2] == (0, warning)
     assert hwkv("policy", "check", model, saved, "-c", 32768)[2] == ""
+
+
+def test_a_policy_from_a_pipe(hwkv, model, saved, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_bytes(saved.read_bytes()), daemon=True)
+    writer.start()
+    assert hwkv("policy", "check", model, pipe)[::2] == (0, "")
+    writer.join(10)
 
 
 # errors: command line, exit code, what stderr says. M is the model, P its policy, D a folder.
