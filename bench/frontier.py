@@ -79,7 +79,7 @@ def calibrated(name, subject, model, geometry, trace):
     settings = Settings(sinks=(SINKS,), windows=tuple(w - SINKS for w in subject.windows), probe_tokens=subject.probe_tokens,
                         budgets=tuple(Budget(length, share) for share in SHARES), **common)
     ours = [Arm(f"LeastKL, {SINKS} sinks", r.setting, r.policy) for r in leastkl.calibrate(model, geometry, trace, folder / "leastkl", settings)]
-    return thresholds, ours, leastkl.expected_losses(model, geometry, trace, folder / "leastkl", settings, SINKS)
+    return thresholds, ours, leastkl.expected_losses(folder / "leastkl", geometry, SINKS)[1]
 
 
 def arms(name, subject, model, geometry, trace):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from . import leastkl, pareto, selection, seqcalib, trace as traces
+from . import leastkl, pareto, selection, seqcalib, sizes, trace as traces
 from .atomic import check_target
 from .budget import Budget
 from .calibration_run import TAUS, Record, Settings, check_model
@@ -110,7 +110,7 @@ def add_arguments(parser):
 
     group = parser.add_argument_group("selection (default: --budget 0.7)").add_mutually_exclusive_group()
     group.add_argument("--budget", type=_share, metavar="SHARE", help="least distortion among the policies that keep at most this share of the KV cells")
-    group.add_argument("--budget-bytes", type=_bytes, metavar="N", help="the same in bytes of allocated KV cache, such as 4GiB or 500MiB")
+    group.add_argument("--budget-bytes", type=sizes.parse, metavar="N", help="the same in bytes of allocated KV cache, such as 4GiB or 500MiB")
     group.add_argument("--tau", type=_threshold, metavar="T", help="the policy of this threshold; without --taus, the only one calibrated")
     parser.add_argument("-c", "--ctx-size", type=_count, default=0, metavar="N", help="context that the budget is meant for (default: the trained one)")
 
@@ -135,7 +135,7 @@ def add_arguments(parser):
     for letter in "kv":
         group.add_argument(f"-ct{letter}", f"--cache-type-{letter}", choices=CACHE_TYPES, default="f16", metavar="TYPE",
                            help=f"{letter.upper()} cache type: {', '.join(CACHE_TYPES)} (default: %(default)s)")
-    group.add_argument("-ngl", "--n-gpu-layers", type=int, metavar="N", help="layers on the GPU (default: llama.cpp's)")
+    group.add_argument("-ngl", "--gpu-layers", "--n-gpu-layers", dest="n_gpu_layers", type=int, metavar="N", help="layers on the GPU (default: llama.cpp's)")
     group.add_argument("-t", "--threads", type=_count, metavar="N", help=f"CPU threads (default: {os.cpu_count()})")
 
 
@@ -232,16 +232,3 @@ def _from_zero(text):
 
 def _list(item):
     return lambda text: [item(part) for part in text.split(",")]
-
-
-def _bytes(text):
-    for suffix, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("", 1)):
-        if text.endswith(suffix):
-            try:
-                value = float(text.removesuffix(suffix)) * factor
-            except ValueError:
-                break
-            if 1 <= value < 2**63:
-                return int(value)
-            break
-    raise _error(text, "a size such as 4GiB, 500MiB or a number of bytes")

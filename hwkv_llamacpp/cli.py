@@ -128,6 +128,15 @@ def _add_policy_commands(policies):
     _window_flags(command)
     _sink_flag(command, 4)
 
+    command = kind("duo", run_make_duo, "DuoAttention's form: every KV head is full or streaming",
+                   "The form of Xiao et al. 2024 (arXiv 2410.10819). Full are the heads that lose most with the window, as a run of"
+                   " hwkv calibrate --method leastkl measured it.",
+                   "hwkv policy make duo model.gguf --run policy.calib --window 252 --sink 4 --retention 0.5 -c 8192 -o duo.json")
+    command.add_argument("--run", dest="folder", type=Path, required=True, metavar="DIR", help="run folder of hwkv calibrate --method leastkl")
+    command.add_argument("--window", type=_tokens, required=True, metavar="N", help="window of the other heads, a candidate of the run")
+    _budget_flags(command, command.add_mutually_exclusive_group(required=True))
+    _sink_flag(command, 4)
+
     command = kind("random", run_make_random, "windows drawn by chance, as a control",
                    "Every KV head draws one of the windows, all with the same chance. Under a budget, heads draw in random order"
                    " among the windows that still fit, and again upwards, until none can take its next longer window.",
@@ -228,6 +237,20 @@ def run_make_streaming(args):
 
     geometry = ModelGeometry.from_gguf(args.model)
     _write_made(args, geometry, _of_window(args, geometry, lambda window: handmade.streaming(geometry, window, args.sink)))
+
+
+def run_make_duo(args):
+    from . import handmade
+    from .geometry import ModelGeometry
+    from .leastkl import expected_losses
+
+    geometry = ModelGeometry.from_gguf(args.model)
+    windows, losses = expected_losses(args.folder, geometry, args.sink)
+    if args.window not in windows:
+        raise HwkvError(f"--window is {args.window}; the run in {args.folder} has the candidates {', '.join(map(str, windows))}")
+    at = windows.index(args.window)
+    _write_made(args, geometry, handmade.duo(geometry, {il: rows[:, at] for il, rows in losses.items()}, args.window,
+                                                 _budget(args, geometry), args.sink))
 
 
 def run_make_random(args):

@@ -15,11 +15,11 @@ from rich.table import Table
 
 from . import pareto, testmodels
 from .calibration import calibrate
+from .calibration_run import Settings
 from .embed import embed
 from .footprint import predict
 from .geometry import ModelGeometry
 from .native import ROOT
-from .seqcalib import Settings
 from .server import LlamaServer, ServerOptions
 
 MIB = 2**20

@@ -12,6 +12,7 @@ import hashlib
 import json
 import time
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
@@ -34,10 +35,46 @@ def calibrate(model, geometry, trace, folder, settings, *, lengths=(), model_sha
         return [run.of_budget(budget, n_sink, lengths) for n_sink in dict.fromkeys(settings.sinks) for budget in dict.fromkeys(settings.budgets)]
 
 
-def expected_losses(model, geometry, trace, folder, settings, n_sink, *, progress=True):
-    """{layer: expected divergence for each KV head, windowed alone, under each candidate window [n_head_kv, n_window]}."""
-    with _Run(model, geometry, trace, folder, settings, None, progress) as run:
-        return run.losses(run.full_rows, n_sink)[0]
+def expected_losses(folder, geometry, n_sink):
+    """What the run in a folder measured with all else full: (candidate windows, {layer: expected divergence for each KV head under each of them
+    [n_head_kv, n_window]}). HwkvError if there is no such run, or not for this number of sinks."""
+    layers, paths = geometry.configurable, _sensitivity_paths(folder, geometry.configurable, n_sink)
+    path = _errors_path(folder, tuple((None,) * layer.n_head_kv for layer in layers), n_sink)
+    for needed in (*paths, path):
+        if not needed.exists():
+            raise HwkvError(f"{folder}: no finished run of hwkv calibrate --method leastkl with --sink {n_sink}: {needed.name} is missing")
+    windows = read(path, lambda data: data["windows"])
+    errors = read(path, lambda data: _errors(data, layers, windows))[0]
+    held = {layer.layer: read(p, lambda data: _sensitivity(data, layer))[0] for layer, p in zip(layers, paths)}
+    return windows, {il: held[il].weights[:, None] * errors[il] for il in held}
+
+
+def _sensitivity_paths(folder, layers, n_sink):
+    return [Path(folder) / "layers" / f"{layer.layer:03d}-sink{n_sink}-sensitivity.json" for layer in layers]
+
+
+def _errors_path(folder, rows, n_sink):
+    key = hashlib.sha256(json.dumps([n_sink, rows]).encode()).hexdigest()[:16]
+    return Path(folder) / "layers" / f"errors-{key}.json"
+
+
+def _sensitivity(data, layer):
+    seconds = float(data.pop("seconds"))
+    found = Sensitivity.from_dict(data)
+    if (found.layer, len(found.kl)) != (layer.layer, layer.n_head_kv):
+        raise HwkvError(f"{len(found.kl)} KV heads of layer {found.layer}; {layer.n_head_kv} of layer {layer.layer} expected")
+    return found, seconds
+
+
+def _errors(data, layers, windows):
+    errors = {layer.layer: np.array(data["errors"][str(layer.layer)], dtype=np.float64) for layer in layers}
+    if data["windows"] != windows:
+        raise HwkvError(f"errors under the windows {data['windows']}, {windows} expected")
+    for layer in layers:
+        if errors[layer.layer].shape != (layer.n_head_kv, len(windows)):
+            raise HwkvError(f"errors of layer {layer.layer} have the shape {errors[layer.layer].shape},"
+                            f" ({layer.n_head_kv}, {len(windows)}) expected")
+    return errors, float(data["seconds"])
 
 
 class _Run(CalibrationRun):
@@ -59,17 +96,13 @@ class _Run(CalibrationRun):
 
     def of_budget(self, budget, n_sink, lengths):
         """The Record of a Budget."""
-        rows, seconds = self.full_rows, self.weights(n_sink)[1]
+        rows, seconds = tuple((None,) * layer.n_head_kv for layer in self.layers), self.weights(n_sink)[1]
         for _ in range(1 + N_PASSES):
             losses, spent = self.losses(rows, n_sink)
             seconds += spent
             policy = allocate(self.geometry, self.windows[n_sink], losses, n_sink, budget)
             rows = tuple(policy.row(layer) for layer in self.layers)
         return self.record(rows, n_sink, lengths, lambda: (None, seconds), budget=budget)
-
-    @property
-    def full_rows(self):
-        return tuple((None,) * layer.n_head_kv for layer in self.layers)
 
     def losses(self, rows, n_sink):
         """({layer: expected divergence for each KV head under each candidate window [n_head_kv, n_window]}, seconds), the layers below under
@@ -79,52 +112,31 @@ class _Run(CalibrationRun):
 
     def weights(self, n_sink):
         """({layer: divergence per squared error [n_head_kv]}, seconds)."""
-        paths = {layer.layer: self.folder / "layers" / f"{layer.layer:03d}-sink{n_sink}-sensitivity.json" for layer in self.layers}
-        if not all(path.exists() for path in paths.values()):
+        paths = dict(zip(self.layers, _sensitivity_paths(self.folder, self.layers, n_sink)))
+        missing = [layer for layer, path in paths.items() if not path.exists()]
+        if missing:
             self.release()
             samples = sample_positions(self.probe_traces, self.settings.n_queries, self.settings.seed)
             start = time.monotonic()
-            missing = [layer for layer in self.layers if not paths[layer.layer].exists()]
             with tqdm(total=sum(layer.n_head_kv for layer in missing), unit="head", disable=not self.progress,
                       desc=f"sensitivities, n_sink {n_sink}") as bar:
-                for found in measure(self.model, self.layers, self.probe_traces, samples, n_sink, missing):
+                for layer, found in zip(missing, measure(self.model, self.layers, self.probe_traces, samples, n_sink, missing)):
                     now = time.monotonic()
-                    write(paths[found.layer], json.dumps({**found.to_dict(), "seconds": round(now - start, 3)}) + "\n")
+                    write(paths[layer], json.dumps({**found.to_dict(), "seconds": round(now - start, 3)}) + "\n")
                     start = now
                     bar.update(len(found.kl))
-        held = [read(path, self._sensitivity(layer)) for layer, path in zip(self.layers, paths.values())]
+        held = [read(path, partial(_sensitivity, layer=layer)) for layer, path in paths.items()]
         return {found.layer: found.weights for found, _ in held}, sum(seconds for _, seconds in held)
-
-    def _sensitivity(self, layer):
-        def parse(data):
-            seconds = float(data.pop("seconds"))
-            found = Sensitivity.from_dict(data)
-            if (found.layer, len(found.kl)) != (layer.layer, layer.n_head_kv):
-                raise HwkvError(f"{len(found.kl)} KV heads of layer {found.layer}; {layer.n_head_kv} of layer {layer.layer} expected")
-            return found, seconds
-
-        return parse
 
     def errors(self, rows, n_sink):
         """({layer: mean squared error of each KV head's output under each candidate window [n_head_kv, n_window]}, seconds), the layers
         below under these rows."""
-        key = hashlib.sha256(json.dumps([n_sink, rows]).encode()).hexdigest()[:16]
-        path = self.folder / "layers" / f"errors-{key}.json"
+        path = _errors_path(self.folder, rows, n_sink)
         if not path.exists():
             start = time.monotonic()
             found = {layer.layer: error.tolist() for layer, error in self._walk(rows, n_sink)}
             write(path, json.dumps({"windows": self.windows[n_sink], "errors": found, "seconds": round(time.monotonic() - start, 3)}) + "\n")
-        return read(path, partial(self._errors, n_sink))
-
-    def _errors(self, n_sink, data):
-        errors = {layer.layer: np.array(data["errors"][str(layer.layer)], dtype=np.float64) for layer in self.layers}
-        if data["windows"] != self.windows[n_sink]:
-            raise HwkvError(f"errors under the windows {data['windows']}, {self.windows[n_sink]} expected")
-        for layer in self.layers:
-            if errors[layer.layer].shape != (layer.n_head_kv, len(self.windows[n_sink])):
-                raise HwkvError(f"errors of layer {layer.layer} have the shape {errors[layer.layer].shape},"
-                                f" ({layer.n_head_kv}, {len(self.windows[n_sink])}) expected")
-        return errors, float(data["seconds"])
+        return read(path, partial(_errors, layers=self.layers, windows=self.windows[n_sink]))
 
     def _walk(self, rows, n_sink):
         """Yields (layer, errors) from the first layer on, each computed once, under these rows."""
