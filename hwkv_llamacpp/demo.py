@@ -99,7 +99,7 @@ def show(args, console):
     if full.rss_bytes and policy_arm.rss_bytes:
         row(table, "process memory, peak RSS", full.rss_bytes, policy_arm.rss_bytes, "MiB", MIB)
     row(table, "prefill", full.prefill_ts, policy_arm.prefill_ts, "t/s")
-    row(table, f"decode, {N_DECODE} tokens after the prompt's text", full.decode_ts, policy_arm.decode_ts, "t/s")
+    row(table, f"decode of {N_DECODE} tokens", full.decode_ts, policy_arm.decode_ts, "t/s")
     console.print(table)
     for i, question in enumerate(QUESTIONS):
         console.print(f"Q: {question}")
