@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from hwkv_llamacpp import HwkvError, ModelGeometry, native, seqcalib, testmodels, trace as traces
+from hwkv_llamacpp import HwkvError, ModelGeometry, layerwise, native, seqcalib, testmodels, trace as traces
 from hwkv_llamacpp.calibration_run import Settings
 from hwkv_llamacpp.distortion import DistortionMeter
 from hwkv_llamacpp.layerwise import Layerwise
@@ -82,7 +82,7 @@ def calibration(model, geometry, trace, settings):
         setattr(owner, name, clocked)
 
     timed(Layerwise, "run", "runtime_s")
-    timed(seqcalib, "replay", "replay_s")
+    timed(layerwise, "replay", "replay_s")
     timed(DistortionMeter, "measure", "held_out_s")
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
