@@ -1,4 +1,5 @@
-"""`hwkv bench memory|throughput|capacity`: fresh-server measurements, each case a Row in a JSONL file.
+"""`hwkv bench memory|throughput|capacity`: fresh-server measurements, each case a Row in a JSONL file. Memory and throughput are two
+views of the same grid of cases: what one command has measured, the other only shows.
 
 Arms: `upstream` is the unpatched llama-server of the same source and flags, `full` is ours with an all-full policy, and each policy is an
 arm by its file's name. Arms are interleaved, in an order that rotates. A run that was stopped goes on where it stopped.
@@ -75,7 +76,8 @@ class Bench:
     """One command's arms, settings and rows. Everything that can be wrong is found before the first server starts."""
 
     def __init__(self, args):
-        self.kind, self.output, self.logs = args.kind, args.output, args.logs
+        self.view, self.output, self.logs = args.kind, args.output, args.logs
+        self.kind = "capacity" if self.view == "capacity" else "grid"
         if args.flash_attn != "on":
             raise HwkvError("measurements are made with FlashAttention on")
         for name in ("repetitions", "grid", "highest"):
@@ -153,14 +155,14 @@ class Bench:
             self._measure_process(arm)
         n_missing = sum(n_ctx for arm, n_ctx, round_ in cases if self._asked(arm, n_ctx, round_).key not in self.done)
         rows = []
-        with tqdm(total=n_missing, unit="tok", unit_scale=True, desc=self.kind, disable=None) as progress:
+        with tqdm(total=n_missing, unit="tok", unit_scale=True, desc=self.view, disable=None) as progress:
             for arm, n_ctx, round_ in cases:
                 is_new = self._asked(arm, n_ctx, round_).key not in self.done
                 rows.append(self._case(arm, n_ctx, round_))
                 progress.update(n_ctx if is_new else 0)
         from .report import print_medians
 
-        print_medians(rows)
+        print_medians(rows, self.view)
         bad = [row for row in rows if row.status != "ok"]
         if bad:
             first = bad[0]

@@ -15,7 +15,7 @@ from .errors import HwkvError
 from .policy import Policy
 
 MIB = 2**20
-KINDS = {"memory": "Memory", "throughput": "Throughput", "capacity": "Capacity"}
+VIEWS = {"memory": "Memory", "throughput": "Throughput", "capacity": "Capacity"}
 
 
 @dataclass
@@ -58,13 +58,10 @@ class Table:
 
 @dataclass
 class Section:
-    """Rows that may stand in one ratio: same kind, machine, builds, model, settings and limit."""
+    """Rows that may stand in one ratio: same kind, machine, builds, model, settings and limit. view: which of their figures."""
 
     rows: list
-
-    @property
-    def kind(self):
-        return self.rows[0].kind
+    view: str
 
     @cached_property
     def arms(self):
@@ -75,7 +72,7 @@ class Section:
     @property
     def title(self):
         row = self.rows[0]
-        return f"{KINDS[row.kind]}: {row.model}"
+        return f"{VIEWS[self.view]}: {row.model}"
 
     def about(self):
         """[(what, text)] that all rows share."""
@@ -96,7 +93,7 @@ class Section:
         for name in self.arms:
             policy = next(r for r in self.rows if r.arm == name)
             if policy.policy_fingerprint:
-                kept = {r.n_ctx: r.retention for r in self.rows if r.arm == name and (self.kind != "capacity" or r.step == "last success")}
+                kept = {r.n_ctx: r.retention for r in self.rows if r.arm == name and (self.view != "capacity" or r.step == "last success")}
                 kept = ", ".join(f"{kept[n]:.1%} of the cells at {n:,} tokens" for n in sorted(kept))
                 facts.append((f"policy {name}", f"{policy.policy_fingerprint}, " + (f"keeps {kept}" if kept else "no boundary was measured")))
         return facts
@@ -141,7 +138,7 @@ class Section:
         return f"of {self.reference}" if self.reference else ""
 
     def tables(self):
-        return {"memory": self._memory, "throughput": self._throughput, "capacity": self._capacity}[self.kind]()
+        return {"memory": self._memory, "throughput": self._throughput, "capacity": self._capacity}[self.view]()
 
     def _memory(self):
         counts = sorted({row.peak_counts for row in self.rows if row.peak_counts})
@@ -210,11 +207,11 @@ class Section:
     def figures(self):
         """[(title, SVG)]"""
         drawn = []
-        if self.kind == "memory":
+        if self.view == "memory":
             drawn.append(("Peak memory against the context", figures.memory(self)))
-        elif self.kind == "throughput":
+        elif self.view == "throughput":
             drawn.append(("Speed as a share of the reference's", figures.throughput(self)))
-        elif self.kind == "capacity":
+        elif self.view == "capacity":
             drawn.append(("Largest context", figures.capacity({arm: Pair(self, arm) for arm in self.arms})))
         drawn += [(f"Windows of the policy {arm}", figures.policy(policy)) for arm, policy in self.policies().items()]
         return [(title, svg) for title, svg in drawn if svg]
@@ -275,10 +272,11 @@ def make_sections(rows):
         if row.step != "process":
             key = (row.kind, str(row.machine), row.build_pair, row.model_sha256, str(row.settings), row.memory_limit_bytes)
             sets.setdefault(key, []).append(row)
-    order = {"memory": 0, "throughput": 1, "capacity": 2}
-    for kind in {key[0] for key in sets} - set(order):
+    views = {"grid": ("memory", "throughput"), "capacity": ("capacity",)}
+    for kind in {key[0] for key in sets} - set(views):
         raise HwkvError(f"rows of the unknown kind {kind!r}")
-    return [Section(sets[key]) for key in sorted(sets, key=lambda key: order[key[0]])]
+    sections = [Section(sets[key], view) for view in VIEWS for key in sets if view in views[key[0]]]
+    return [s for s in sections if s.view != "throughput" or any(row.prefill_ts for row in s.rows)]  # no failure is shown twice
 
 
 def warnings(sections):

@@ -139,8 +139,7 @@ class _Case:
         if self.sampler:  # a second try, after a port was taken
             self.sampler.stop()
         self.pid = pid
-        # a sampler at work takes a little of the speed that another kind of case is about
-        self.sampler = MemorySampler(pid, self.gpus, 0.25 if self.row.kind == "throughput" else 0.02)
+        self.sampler = MemorySampler(pid, self.gpus)
 
     def run(self):
         row = self.row

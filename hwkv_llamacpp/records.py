@@ -26,7 +26,7 @@ TIMINGS = {"prompt_n": "n_prefill", "cache_n": "n_cached", "predicted_n": "n_dec
 class Row:
     """One fresh server, one request, and how both ended."""
 
-    kind: str                 # memory, throughput or capacity
+    kind: str                 # grid (memory and throughput) or capacity
     arm: str                  # upstream, full, or the name of a policy
     n_ctx: int
     round: int = 0            # repetition

@@ -40,11 +40,12 @@ def run(args):
         print(f"wrote {args.output / name}")
 
 
-def print_medians(rows):
+def print_medians(rows, view):
     """The tables of one run, on stdout."""
     for section in make_sections(rows):
-        for table in section.tables():
-            table.print()
+        if section.view == view:
+            for table in section.tables():
+                table.print()
 
 
 def markdown(sections):

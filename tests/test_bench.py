@@ -47,7 +47,7 @@ def case(standin, mini_hybrid):
     def run(end, **settings):
         standin(end)
         settings = measure.Settings(mini_hybrid, n_predict=4, **{"timeout_s": 20, "start_timeout_s": 20, **settings})
-        return measure.measure("memory", measure.Arm("full"), 1024, settings, geometry)
+        return measure.measure("grid", measure.Arm("full"), 1024, settings, geometry)
 
     return run
 
@@ -149,7 +149,7 @@ def test_address_space_limit_where_there_is_no_control_group(monkeypatch):
 # rows
 
 def test_rows_come_back_as_written(tmp_path):
-    row = records.Row("memory", "full", 2048, status="ok", peak_bytes=5, kv_layers=[[3, 256, [None, 64]]], settings={"n_predict": 4}, samples=[[0.1, 5]])
+    row = records.Row("grid", "full", 2048, status="ok", peak_bytes=5, kv_layers=[[3, 256, [None, 64]]], settings={"n_predict": 4}, samples=[[0.1, 5]])
     path = tmp_path / "deep" / "rows.jsonl"
     records.append(path, row)
     records.append(path, dataclasses.replace(row, round=1))
@@ -158,7 +158,7 @@ def test_rows_come_back_as_written(tmp_path):
 
 def test_a_line_cut_short_is_left_out_and_not_glued_to_the_next(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
-    row = records.Row("memory", "full", 2048, status="ok")
+    row = records.Row("grid", "full", 2048, status="ok")
     records.append(path, row)
     path.write_bytes(path.read_bytes() + path.read_bytes()[:40])
     records.append(path, dataclasses.replace(row, round=1))
@@ -168,10 +168,10 @@ def test_a_line_cut_short_is_left_out_and_not_glued_to_the_next(tmp_path, capsys
 
 @pytest.mark.parametrize("line, message", [
     ("[1]", "not a row of measurements"), ("nonsense", "not a row of measurements"),
-    ('{"kind": "memory", "arm": "full", "n_ctx": 1, "version": 2}', "key 'version' is 2, 1 expected"),
-    ('{"kind": "memory", "arm": "full", "n_ctx": 1, "version": 1, "speed": 1}', "unknown key 'speed'"),
-    ('{"kind": "memory", "n_ctx": 1, "version": 1}', "key 'arm' is missing"),
-    ('{"kind": "memory", "arm": "full", "n_ctx": 1, "version": 1, "status": "great"}', "key 'status' is 'great'"),
+    ('{"kind": "grid", "arm": "full", "n_ctx": 1, "version": 2}', "key 'version' is 2, 1 expected"),
+    ('{"kind": "grid", "arm": "full", "n_ctx": 1, "version": 1, "speed": 1}', "unknown key 'speed'"),
+    ('{"kind": "grid", "n_ctx": 1, "version": 1}', "key 'arm' is missing"),
+    ('{"kind": "grid", "arm": "full", "n_ctx": 1, "version": 1, "status": "great"}', "key 'status' is 'great'"),
 ])
 def test_foreign_rows_are_refused(tmp_path, line, message):
     path = tmp_path / "rows.jsonl"
@@ -255,6 +255,10 @@ def test_a_grid_interleaves_its_arms_and_resumes(standin, hwkv, mini_hybrid, pol
     code, _, err = bench(hwkv, "memory", mini_hybrid, "--policy", policy, "-c", "512,1024", "-r", 2, "-o", out)
     assert code == 0 and [row.key for row in records.read(out)] == [row.key for row in rows]
     assert len(err.splitlines()) == 5  # a line for each case that was missing
+
+    code, speeds, err = bench(hwkv, "throughput", mini_hybrid, "--policy", policy, "-c", "512,1024", "-r", 2, "-o", out)
+    assert code == 0 and not err and len(records.read(out)) == 12  # the same cases: nothing left to measure
+    assert "Peak memory" in text and "per second" not in text and "Peak memory" not in speeds and "per second" in speeds
 
 
 def test_a_scan_finds_both_boundaries(standin, hwkv, mini_hybrid, policy, tmp_path):

@@ -89,7 +89,7 @@ def case(mini_hybrid, policy_path):
 
     def run(n_ctx, arm=None, **settings):
         settings = measure.Settings(mini_hybrid, **{"n_predict": 8, "n_threads": 1, "n_ubatch": 128, "timeout_s": 120, **settings})
-        return measure.measure("memory", arm or measure.Arm("short", path=policy_path, policy=policy), n_ctx, settings, geometry)
+        return measure.measure("grid", arm or measure.Arm("short", path=policy_path, policy=policy), n_ctx, settings, geometry)
 
     return run
 
@@ -121,7 +121,7 @@ def test_a_request_that_takes_too_long_is_no_boundary(case):
 def test_a_file_that_is_no_model_is_no_boundary(case, tmp_path, mini_hybrid):
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(mini_hybrid.read_bytes()[:-100_000])
-    row = measure.measure("memory", measure.Arm("full"), 1024, measure.Settings(broken, n_predict=8, n_threads=1), ModelGeometry.from_gguf(mini_hybrid))
+    row = measure.measure("grid", measure.Arm("full"), 1024, measure.Settings(broken, n_predict=8, n_threads=1), ModelGeometry.from_gguf(mini_hybrid))
     assert (row.status, row.phase) == ("failed", "start")
     assert "model" in row.cause
 

@@ -25,7 +25,7 @@ def row(kind, arm, n_ctx, round_=0, status="ok", **more):
 
 def memory_rows():
     peaks = {"upstream": (100, 104, 102), "full": (103, 104, 105), "p": (50, 78, 51)}
-    return [row("memory", arm, 2048, i, peak_bytes=peak * MIB, predicted_peak_bytes=peak * MIB + MIB, kv_bytes=8 * MIB, predicted_kv_bytes=8 * MIB)
+    return [row("grid", arm, 2048, i, peak_bytes=peak * MIB, predicted_peak_bytes=peak * MIB + MIB, kv_bytes=8 * MIB, predicted_kv_bytes=8 * MIB)
             for arm, values in peaks.items() for i, peak in enumerate(values)]
 
 
@@ -124,7 +124,7 @@ def test_a_policy_whose_every_head_has_a_window_has_no_ideal():
 
 
 def test_preparation_is_part_of_no_result():
-    rows = [row("memory", "full", 2048, step="process", peak_bytes=1)]
+    rows = [row("grid", "full", 2048, step="process", peak_bytes=1)]
     assert comparison.make_sections(rows) == []
 
 
@@ -133,9 +133,10 @@ def test_preparation_is_part_of_no_result():
 @pytest.fixture
 def runs(tmp_path):
     path = tmp_path / "run.jsonl"
-    speed = [row("throughput", arm, n_ctx, i, prefill_ts=ts, decode_ts=ts / 10, n_prefill=2000, n_decode=64) for n_ctx in (2048, 8192)
-             for arm, ts in (("upstream", 100), ("full", 99), ("p", 150)) for i in range(3)]
-    for one in (*memory_rows(), *speed, *capacity_rows()):
+    speed = {"upstream": 100, "full": 99, "p": 150}
+    grid = [dataclasses.replace(one, n_ctx=n_ctx, prefill_ts=speed[one.arm], decode_ts=speed[one.arm] / 10, n_prefill=2000, n_decode=64)
+            for n_ctx in (2048, 8192) for one in memory_rows()]
+    for one in (*grid, *capacity_rows()):
         records.append(path, one)
     return path
 
@@ -145,13 +146,14 @@ def test_three_files(hwkv, runs, tmp_path):
     assert code == 0, err
     page = (tmp_path / "report" / "report.html").read_text()
     assert page.count("<svg") == 6  # memory, speed, capacity, and the windows of p beside each
+    assert re.findall("<h2>(.*?)</h2>", page) == ["Memory: m.gguf", "Throughput: m.gguf", "Capacity: m.gguf"]
     assert not re.search(r'(src|href)="(?!#)', re.sub(r"xlink:href=\"#|xmlns[^ ]*", "", page))  # nothing is fetched
     assert "1.500" in page and "@media print" in page
     text = (tmp_path / "report" / "report.md").read_text()
     assert "| 2,048, p | 51.0 | 50.0, 78.0, 51.0 | 0.500 |" in text and "## Throughput: m.gguf" in text
     with open(tmp_path / "report" / "report.csv", newline="") as file:
         table = list(csv.DictReader(file))
-    assert len(table) == 9 + 18 + 12
+    assert len(table) == 18 + 12
     assert table[0]["peak_bytes"] == str(100 * MIB) and table[0]["set_n_ubatch"] == "512"
 
     again = hwkv("report", runs, "-o", tmp_path / "report")
