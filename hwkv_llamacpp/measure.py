@@ -241,10 +241,10 @@ class _Case:
 
 
 def prompt_tokens(server, n):
-    """n token ids of invented text; the same for every server of a model."""
+    """n token ids of invented text, which is repeated as often as needed; the same for every server of a model."""
     if n < 1:
         raise HwkvError("the context leaves no room for a prompt")
-    text = diary(max(8, n // 10))
+    text = diary(200)  # the same for every context: what the tokenizer takes would stay with the process and grow with the text
     tokens = server.post("/tokenize", {"content": text, "add_special": True})["tokens"]
     if not tokens:
         raise HwkvError("llama-server tokenizes text to nothing")

@@ -41,7 +41,7 @@ def new(model, policy, **more):
                                                "type_k": F32, "type_v": F32, "verbose": False, **more})
 
 
-def answer(llm, prompt, n=6):
+def answer(llm, prompt, n=6, n_top=TOP):
     """Greedy tokens with their top log-probabilities, and how many tokens were evaluated for the prompt."""
     read, decode = [], llm._ctx.decode
     llm._ctx.decode = lambda batch: (read.append(batch.n_tokens()), decode(batch))
@@ -50,7 +50,7 @@ def answer(llm, prompt, n=6):
         for token in llm.generate(prompt, temp=0.0):
             logits = np.ctypeslib.as_array(llm._ctx.get_logits_ith(-1), (llm.n_vocab(),)).astype(np.float64)
             logprobs = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
-            best = np.argsort(logprobs)[-TOP:]
+            best = np.argsort(logprobs)[-n_top:]
             tokens.append(token)
             top.append({int(t): float(logprobs[t]) for t in best})
             if len(tokens) == n:
@@ -76,14 +76,14 @@ def setup(request):
     return model(), policy, llm.tokenize(text().encode())
 
 
-def calls(llm, tokens, after=lambda llm, i: None):
+def calls(llm, tokens, after=lambda llm, i: None, n_top=TOP):
     """[(what, prompt, answer)]: growing, edited and shortened prompts on one object."""
     base, short = tokens[:700], tokens[:430]
-    done = [("first", base, answer(llm, base))]
+    done = [("first", base, answer(llm, base, n_top=n_top))]
 
     def call(what, prompt):
         after(llm, len(done))
-        done.append((what, prompt, answer(llm, prompt)))
+        done.append((what, prompt, answer(llm, prompt, n_top=n_top)))
 
     call("appended", base + done[-1][2].tokens + tokens[700:760])
     call("appended again", done[-1][1] + done[-1][2].tokens + tokens[760:790])
@@ -120,17 +120,20 @@ def test_calls_equal_a_new_object(setup, noise):
 
 @pytest.mark.parametrize(("name", "n_sink"), [("jamba-dense", 0), ("falcon-h1-dense", 0), ("gpt-oss-moe", 0), ("llama-dense", 4)])
 def test_calls_on_other_architectures(random_models, name, n_sink):
-    """Random weights: a policy moves log-probabilities by 3e-4 at least there, so the limit is below that."""
+    """With random weights a policy moves log-probabilities little, so those of the whole vocabulary are compared, and the limit is a share
+    of what the policy does to them."""
     model = next(path for path in random_models if path.stem == name)
     policy = dataclasses.replace(handmade.uniform(ModelGeometry.from_gguf(model), 64), n_sink=n_sink)
     llm = new(model, policy)
     assert llm.hwkv_info()["n_sink"] == n_sink
     tokens = np.random.default_rng(0).integers(1, llm.n_vocab(), 1100).tolist()
-    full = answer(new(model, None), tokens[:700])
-    for what, prompt, turn in calls(llm, tokens):
-        assert difference(turn, answer(new(model, policy), prompt))[0] < 1e-4, what
-        if what == "first":
-            assert difference(turn, full)[0] > 2e-4
+    n_top = llm.n_vocab()
+    turns = calls(llm, tokens, n_top=n_top)
+    effect = difference(turns[0][2], answer(new(model, None), tokens[:700], n_top=n_top))[0]
+    for what, prompt, turn in turns:
+        moved = difference(turn, answer(new(model, policy), prompt, n_top=n_top))[0]
+        print(f"{what}: {moved:.1e}; the policy itself: {effect:.1e}")
+        assert moved < effect / 4, what
 
 
 def test_reset_between_calls_changes_no_answer(setup, noise):
