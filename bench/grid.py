@@ -47,7 +47,7 @@ WINDOW = 512  # of the policy by hand for a model that comes with --model
 # On a CPU, small contexts are slow enough; the finer grid of the scan makes up for small boundaries.
 MODELS = {
     "mini-hybrid": Model(ROOT / "tests" / "data" / "mini-hybrid-f16.gguf", POLICIES / "mini-hybrid" / "leastkl.json", (2048, 8192), "48MiB", 256, ("-ub", "128", "-t", "1")),
-    "smollm2": Model(testmodels.smollm2, POLICIES / "SmolLM2-135M-Instruct" / "seqcalib.json", (2048, 8192, 32768), "320MiB", 256, ("-ub", "128")),
+    "smollm2": Model(testmodels.smollm2, POLICIES / "SmolLM2-135M-Instruct" / "seqcalib.json", (2048, 8192, 32768), "224MiB", 256, ("-ub", "128")),
     "gemma3": Model(testmodels.gemma3, POLICIES / "gemma-3-270m" / "seqcalib.json", (2048, 8192, 32768), "416MiB", 256, ("-ub", "128")),
 }
 
