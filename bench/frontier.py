@@ -22,18 +22,23 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from hwkv_llamacpp import ModelGeometry, Policy, handmade, leastkl, native, seqcalib, testmodels, trace as traces
+from hwkv_llamacpp import ModelGeometry, Policy, figures, handmade, leastkl, native, seqcalib, testmodels, trace as traces
 from hwkv_llamacpp.budget import Budget
 from hwkv_llamacpp.calibration_run import Settings
 from hwkv_llamacpp.distortion import DistortionMeter
 from hwkv_llamacpp.footprint import predict
+from hwkv_llamacpp.heatmap import INK
 from hwkv_llamacpp.runtime import Model, RuntimeOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).parent / "results"
-SHARES = (0.2, 0.3, 0.4, 0.5, 0.6, 0.75)
 SINKS = 4
 N_UBATCH = 64  # each window allocates a micro-batch more than it keeps
+
+
+COLORS = {"one window": "#b9c2cc", f"StreamingLLM, {SINKS} sinks": "#8a96a3", f"random, {SINKS} sinks": "#c9b458", f"DuoAttention's form, {SINKS} sinks": "#45aab0",
+          "SeqCalib": "#7a5ba6", f"SeqCalib, {SINKS} sinks": "#2f73a8", f"LeastKL, {SINKS} sinks": "#d9822b",
+          "q8_0 K/V": "#5a8f29", "q8_0 K/V and LeastKL": "#5a8f29", "q4_0 K/V": "#b33a3a", "q4_0 K/V and LeastKL": "#b33a3a"}
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,8 @@ class Subject:
     windows: tuple                # and the first SINKS tokens, where there are sinks
     taus: dict                    # n_sink: thresholds
     text: Path | None = None      # None: the default trace
+    shares: tuple = (0.3, 0.4, 0.5, 0.6)  # of the cells, for LeastKL
+    others: tuple = (0.3, 0.6)            # for what it is compared with, and for LeastKL together with quantised K and V
     n_queries: int = 128
     probe_tokens: int | None = None
 
@@ -52,20 +59,21 @@ class Subject:
 SUBJECTS = {
     "mini-hybrid": Subject(ROOT / "tests" / "data" / "mini-hybrid-f16.gguf", 2048, (64, 128, 256, 512, 1024),
                            {0: (0.97, 0.98, 0.985, 0.99, 0.994, 0.996), SINKS: (0.97, 0.98, 0.985, 0.99, 0.994, 0.996)},
-                           ROOT / "policies" / "mini-hybrid" / "trace.txt", 512),
-    "smollm2": Subject(testmodels.smollm2, 4096, (64, 128, 256, 512, 1024, 2048), {0: (0.9, 0.95, 0.98), SINKS: (0.95, 0.97, 0.98, 0.99)}, probe_tokens=1024),
+                           ROOT / "policies" / "mini-hybrid" / "trace.txt", (0.2, 0.3, 0.4, 0.5, 0.6, 0.75), (0.2, 0.3, 0.4, 0.5, 0.6, 0.75), 512),
+    "smollm2": Subject(testmodels.smollm2, 4096, (64, 128, 256, 512, 1024, 2048), {0: (0.9, 0.95, 0.98, 0.99), SINKS: (0.95, 0.97, 0.98, 0.99)}, probe_tokens=1024),
     "gemma3": Subject(testmodels.gemma3, 4096, (64, 128, 256, 512, 1024, 2048), {0: (0.9, 0.98), SINKS: (0.9, 0.95, 0.98, 0.99)}),
 }
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One point of the picture."""
+    """One point of the picture. distortion: of the policy, where its calibration has measured it."""
 
     name: str
     setting: str
     policy: Policy
     type_kv: str = "f16"
+    distortion: dict | None = None
 
 
 def calibrated(name, subject, model, geometry, trace):
@@ -75,10 +83,10 @@ def calibrated(name, subject, model, geometry, trace):
     for n_sink, taus in subject.taus.items():
         settings = Settings(taus, (n_sink,), tuple(w - n_sink for w in subject.windows), **common)
         for r in seqcalib.calibrate(model, geometry, trace, folder / f"seqcalib-{n_sink}", settings):
-            thresholds.append(Arm("SeqCalib" + f", {n_sink} sinks" * (n_sink > 0), r.setting, r.policy))
+            thresholds.append(Arm("SeqCalib" + f", {n_sink} sinks" * (n_sink > 0), r.setting, r.policy, distortion=r.distortion))
     settings = Settings(sinks=(SINKS,), windows=tuple(w - SINKS for w in subject.windows), probe_tokens=subject.probe_tokens,
-                        budgets=tuple(Budget(length, share) for share in SHARES), **common)
-    ours = [Arm(f"LeastKL, {SINKS} sinks", r.setting, r.policy) for r in leastkl.calibrate(model, geometry, trace, folder / "leastkl", settings)]
+                        budgets=tuple(Budget(length, share) for share in subject.shares), **common)
+    ours = [Arm(f"LeastKL, {SINKS} sinks", r.setting, r.policy, distortion=r.distortion) for r in leastkl.calibrate(model, geometry, trace, folder / "leastkl", settings)]
     return thresholds, ours, leastkl.expected_losses(folder / "leastkl", geometry, SINKS)[1]
 
 
@@ -89,7 +97,7 @@ def arms(name, subject, model, geometry, trace):
     result = [Arm("full KV", "", full), *thresholds, *ours]
     stream = subject.windows[0] - SINKS
     at_stream = {il: rows[:, 0] for il, rows in losses.items()}
-    for share in SHARES:
+    for share in subject.others:
         budget, setting = Budget(subject.n_tokens, share), f"keep {share:g}"
         result += [Arm("one window", setting, handmade.largest(geometry, budget, lambda w: handmade.uniform(geometry, w))),
                    Arm(f"StreamingLLM, {SINKS} sinks", setting, handmade.largest(geometry, budget, lambda w: handmade.streaming(geometry, w, SINKS))),
@@ -98,7 +106,8 @@ def arms(name, subject, model, geometry, trace):
                        geometry, [w - SINKS for w in subject.windows] + [None], seed=0, n_sink=SINKS, budget=budget))]
     for type_kv in ("q8_0", "q4_0"):
         result.append(Arm(f"{type_kv} K/V", "", full, type_kv))
-        result += [Arm(f"{type_kv} K/V and LeastKL", arm.setting, arm.policy, type_kv) for arm in ours]
+        together = {f"keep {share:g}" for share in subject.others}
+        result += [Arm(f"{type_kv} K/V and LeastKL", arm.setting, arm.policy, type_kv) for arm in ours if arm.setting in together]
     return result
 
 
@@ -119,8 +128,10 @@ def measure(name, subject, n_threads):
                 fingerprint = arm.policy.fingerprint(geometry.n_layer)
                 row = held.get((arm.name, arm.setting, fingerprint))
                 if row is None:
-                    with Model(path, replace(options, type_k=arm.type_kv, type_v=arm.type_kv)) as other:
-                        distortion = meter.measure(arm.policy, other).to_dict()
+                    distortion = arm.distortion
+                    if distortion is None:
+                        with Model(path, replace(options, type_k=arm.type_kv, type_v=arm.type_kv)) as other:
+                            distortion = meter.measure(arm.policy, other).to_dict()
                     bytes_ = predict(geometry, arm.policy, subject.n_tokens, n_ubatch=N_UBATCH, type_k=arm.type_kv, type_v=arm.type_kv).kv_bytes
                     row = {"date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "model": Path(path).name, **key,
                            "text": subject.text.name if subject.text else "default", "n_tokens": subject.n_tokens, "n_ubatch": N_UBATCH,
@@ -145,29 +156,25 @@ def print_table(name, rows):
 
 def plot(name, rows):
     """KL over allocated bytes, an arm a line."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.5, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    colors = ["#8a96a3", "#c8553d", "#d9822b", "#7a5ba6", "#b9c2cc", "#45aab0", "#2f73a8", "#16324f", "#5a8f29", "#a5c97e", "#b33a3a", "#e09a9a"]
-    names = list(dict.fromkeys(r["arm"] for r in rows if r["kl"] > 0))
-    for arm, color in zip(names, colors):
+    figure, axes = figures.chart(8.5, 5)
+    for arm, color in COLORS.items():
         points = sorted((r["kv_bytes"] / 2**20, r["kl"]) for r in rows if r["arm"] == arm and r["kl"] > 0)
         ours = "LeastKL" in arm
-        axes.plot(*zip(*points), marker="o" if len(points) > 1 else "D", color=color, label=arm, markersize=5, linewidth=2.2 if ours else 1.4,
+        if not points:
+            continue
+        axes.plot(*zip(*points), marker="o" if len(points) > 1 else "D", color=color, label=arm, markersize=5, linewidth=2.4 if ours else 1.4,
                   linestyle="--" if "K/V" in arm else "-", zorder=3 if ours else 2)
     full = next(r for r in rows if r["arm"] == "full KV")
-    axes.axvline(full["kv_bytes"] / 2**20, color="#333f4d", linewidth=1, linestyle=":")
+    axes.axvline(full["kv_bytes"] / 2**20, color=INK, linewidth=1, linestyle=":")
     axes.annotate("full KV, F16", (full["kv_bytes"] / 2**20, 1), xycoords=("data", "axes fraction"), xytext=(-4, -4), textcoords="offset points",
-                  ha="right", va="top", fontsize=8, color="#333f4d")
-    axes.set(xscale="log", yscale="log", xlabel=f"KV bytes allocated for {rows[0]['n_tokens']:,} tokens, MiB", ylabel="KL against full F16 KV, nats", title=name)
+                  ha="right", va="top", fontsize=8, color=INK)
+    axes.set(xscale="log", yscale="log", ylabel="KL against full F16 KV, nats")
+    axes.set_xlabel(f"KV bytes allocated for {rows[0]['n_tokens']:,} tokens, MiB", fontsize=9, color=INK)
+    axes.set_title(rows[0]["model"], fontsize=9, color=INK)
+    axes.tick_params(which="minor", length=0, labelsize=8, labelcolor=INK)
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-    axes.xaxis.set_minor_formatter(lambda x, _: f"{x:g}" if str(x)[0] in "235" else "")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes.xaxis.set_minor_formatter(lambda x, _: f"{x:g}" if f"{x:.0e}"[0] in "235" else "")
+    axes.legend(frameon=False, fontsize=8, labelcolor=INK, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(RESULTS / f"frontier-{name}.png", dpi=130, facecolor="white")
 
 

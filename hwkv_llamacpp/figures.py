@@ -1,4 +1,4 @@
-"""The figures of a report, as SVG texts. matplotlib is imported on first use."""
+"""The look of all charts, and the figures of a report as SVG texts. matplotlib is imported on first use."""
 
 import io
 import re
@@ -13,7 +13,7 @@ POLICY_COLORS = ("#d9822b", "#45aab0", "#7a5ba6", "#b33a3a", "#5a8f29")
 
 def memory(section):
     """Lines of the median peak by arm; dashes are the prediction."""
-    figure, axes = _figure(6.4, 3.6)
+    figure, axes = chart(6.4, 3.6)
     for arm, color in colors(section.arms).items():
         points = [(n, section.median(arm, n, "peak_bytes"), section.median(arm, n, "predicted_peak_bytes")) for n in section.contexts]
         points = [(n, peak, predicted) for n, peak, predicted in points if peak]
@@ -31,7 +31,7 @@ def throughput(section):
     """Prefill and decode as shares of the reference's."""
     if section.reference is None:
         return None
-    figure, panels = _figure(8, 3.2, 2)
+    figure, panels = chart(8, 3.2, 2)
     for axes, (name, what) in zip(panels, (("prefill_ts", "prefill"), ("decode_ts", "decode"))):
         for arm, color in colors(section.arms).items():
             points = [(n, ratio) for n in section.contexts if (ratio := section.ratio(arm, n, name))]
@@ -50,7 +50,7 @@ def capacity(pairs):
     """A bar up to the last success, a mark at the first failure."""
     from matplotlib.ticker import MultipleLocator
 
-    figure, axes = _figure(6.8, 0.9 + 0.5 * len(pairs))
+    figure, axes = chart(6.8, 0.9 + 0.5 * len(pairs))
     longest = max((pair.first_failure or pair.last_success or 0 for pair in pairs.values()), default=0)
     for y, (arm, color) in enumerate(colors(pairs).items()):
         pair = pairs[arm]
@@ -92,7 +92,8 @@ def colors(arms):
     return found
 
 
-def _figure(width, height, n_panels=None):
+def chart(width, height, n_panels=None):
+    """(figure, axes) in inches, or with n_panels (figure, [axes]): frameless, a pale grid behind the marks; needs no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -3,9 +3,9 @@
 import io
 import sys
 
+from . import figures
 from .atomic import replacing
-
-COLORS = ["#2f73a8", "#c8553d", "#4a9c6d", "#8a6fb0"]
+from .heatmap import INK
 
 
 def print_table(records, selected=None):
@@ -27,25 +27,19 @@ def print_table(records, selected=None):
 
 def plot(records, path, selected=None, title=None):
     """Writes the picture as PNG: measured KL over retention at the longest recorded context."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
+    figure, axes = figures.chart(6, 4)
     n = max(records[0].retention)
-    for color, n_sink in zip(COLORS * len(records), dict.fromkeys(r.n_sink for r in records)):
+    for color, n_sink in zip(figures.POLICY_COLORS * len(records), dict.fromkeys(r.n_sink for r in records)):
         points = sorted(((r.retention[n], r.distortion["kl"], r) for r in records if r.n_sink == n_sink), key=lambda point: point[:2])
         axes.plot([x for x, _, _ in points], [y for _, y, _ in points], color=color, marker="o", label=f"n_sink {n_sink}")
         for x, y, r in points:
-            axes.annotate(r.setting + (" (selected)" if r is selected else ""), (x, y), textcoords="offset points", xytext=(6, 4), fontsize=8)
-    axes.legend()
+            axes.annotate(r.setting + (" (selected)" if r is selected else ""), (x, y), textcoords="offset points", xytext=(6, 4), fontsize=8, color=INK)
+    axes.legend(frameon=False, labelcolor=INK, fontsize=8)
     if all(r.distortion["kl"] > 0 for r in records):
         axes.set_yscale("log")
-    axes.set_xlabel(f"share of KV cells kept at {n:,} tokens")
+    axes.set_xlabel(f"share of KV cells kept at {n:,} tokens", fontsize=9, color=INK)
     axes.set_ylabel("KL against full KV, nats")
-    axes.set_title(title or "")
-    axes.grid(alpha=0.3)
+    axes.set_title(title or "", fontsize=9, color=INK)
     data = io.BytesIO()
     figure.savefig(data, format="png", dpi=160, facecolor="white")
     with replacing(path, overwrite=True) as file:
