@@ -37,11 +37,11 @@ def _cpu():
 
 @functools.cache
 def commit():
-    """Short commit of this checkout, with "+" where files differ from it; None without git."""
+    """Short commit of this checkout, with "+" where files other than results differ from it; None without git."""
     try:
         run = functools.partial(subprocess.run, cwd=native.ROOT, text=True, capture_output=True)
         head = run(["git", "rev-parse", "--short", "HEAD"])
-        changed = run(["git", "status", "--porcelain", "--untracked-files=no"])
+        changed = run(["git", "status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results"])
     except OSError:
         return None
     return head.stdout.strip() + ("+" if changed.stdout.strip() else "") if head.returncode == 0 else None
