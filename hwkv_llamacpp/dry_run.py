@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 import psutil
 from gguf.constants import GGMLQuantizationType
 
-from . import native
+from . import llama_log, native
 from .errors import HwkvError
 
 MIB = 2**20
@@ -94,13 +94,6 @@ def _child(context):
     llama_cpp = native.load()
     from .llama import override_value
 
-    lines = []
-
-    @llama_cpp.llama_log_callback
-    def record(level, text, user_data):
-        lines.append(text.decode(errors="replace"))
-
-    llama_cpp.llama_log_set(record, None)
     overrides = (llama_cpp.llama_model_kv_override * 2)()
     overrides[0].tag = llama_cpp.LLAMA_KV_OVERRIDE_TYPE_STR
     overrides[0].key = b"hwkv.policy"
@@ -112,23 +105,25 @@ def _child(context):
     params.kv_overrides = overrides
     if context.n_gpu_layers is not None:
         params.n_gpu_layers = context.n_gpu_layers
-    model = llama_cpp.llama_model_load_from_file(context.model.encode(), params)
-    ctx = None
-    if model:
-        params = llama_cpp.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch = context.n_ctx, context.n_batch, context.n_ubatch
-        params.n_seq_max = params.n_outputs_max = context.n_parallel
-        params.flash_attn_type = FLASH_ATTN[context.flash_attn]
-        params.type_k, params.type_v = (GGMLQuantizationType[name.upper()].value for name in (context.type_k, context.type_v))
-        params.kv_unified = context.kv_unified
-        params.swa_full = False
-        ctx = llama_cpp.llama_init_from_model(model, params)
-    log = "".join(lines)
+    with llama_log.texts() as logged:
+        model, ctx = llama_cpp.llama_model_load_from_file(context.model.encode(), params), None
+        if model:
+            ctx = llama_cpp.llama_init_from_model(model, _context_params(context))
     if not ctx:
-        reasons = (re.findall(r"(?:error loading model|failed to initialize the context): (.*)", log)
-                   or re.findall(r".*\b(?:error|failed)\b.*", log))
-        return {"error": reasons[-1] if reasons else "no reason given"}
-    return {"hwkv": native.info(ctx), "resident": psutil.Process().memory_info().rss - before, **parse(log)}
+        return {"error": llama_log.reason(logged)}
+    return {"hwkv": native.info(ctx), "resident": psutil.Process().memory_info().rss - before, **parse("".join(logged))}
+
+
+def _context_params(context):
+    llama_cpp = native.load()
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx, params.n_batch, params.n_ubatch = context.n_ctx, context.n_batch, context.n_ubatch
+    params.n_seq_max = params.n_outputs_max = context.n_parallel
+    params.flash_attn_type = FLASH_ATTN[context.flash_attn]
+    params.type_k, params.type_v = (GGMLQuantizationType[name.upper()].value for name in (context.type_k, context.type_v))
+    params.kv_unified = context.kv_unified
+    params.swa_full = False
+    return params
 
 
 def parse(log):

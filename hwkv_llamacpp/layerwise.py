@@ -10,10 +10,10 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from . import native
+from . import llama_log, native
 from .errors import HwkvError
 from .replay import replay
-from .runtime import batch, log_lines
+from .runtime import batch
 
 START = END = -1
 
@@ -81,7 +81,7 @@ class Layerwise:
     def run(self, layer_from, layer_to):
         """Computes from the attention of one layer (START: the first token) to that of another (END: past the last layer)."""
         error = ctypes.create_string_buffer(1024)
-        with log_lines():
+        with llama_log.texts():
             code = self._lib.llama_hwkv_layer_run(self._ctx, self._batch, layer_from, layer_to, error, len(error))
         if code != 0:
             raise HwkvError(f"decoding from layer {layer_from} to layer {layer_to} failed: {error.value.decode(errors='replace')}")

@@ -8,14 +8,13 @@ Everything else is llama_cpp.Llama's own. What differs is what happens to a cach
 ignores some failed removals, because a full cache never refuses them; here the tokens are evaluated again.
 """
 
-import contextlib
 import difflib
 import inspect
 import os
 import re
 import sys
 
-from . import native
+from . import llama_log, native
 from .errors import HwkvError
 from .geometry import ModelGeometry
 from .policy import Policy
@@ -48,13 +47,13 @@ class Llama(llama_cpp.Llama):
         self._policy = policy
         self._own_kv_overrides = overrides
         arguments["kv_overrides"] = {**(overrides or {}), OVERRIDE: override_value(policy, model_path)}
-        with refusals() as reasons:
+        with llama_log.texts(echo=True) as logged:
             try:
                 super().__init__(os.fspath(model_path), **arguments)
             except ValueError as error:
                 # stock llama_cpp says only that loading failed; llama.cpp's log says why
-                if reasons and re.search("hwkv|policy", reasons[-1]):
-                    raise HwkvError(reasons[-1]) from error
+                if re.search("hwkv|policy", reason := llama_log.reason(logged)):
+                    raise HwkvError(reason) from error
                 raise
 
     def hwkv_info(self):
@@ -118,21 +117,3 @@ def override_value(policy, model_path):
     if os.path.exists(model_path):
         policy.check(ModelGeometry.from_gguf(model_path), source)
     return native.register(policy.to_json())
-
-
-@contextlib.contextmanager
-def refusals():
-    """A list that collects why llama.cpp refuses a model or a context while the block runs; its log goes on as before."""
-    reasons = []
-
-    @llama_cpp.llama_log_callback
-    def record(level, text, user_data):
-        if match := re.search(rb"(?:error loading model|failed to initialize the context): (.*)", text):
-            reasons.append(match[1].decode(errors="replace"))
-        llama_cpp._logger.llama_log_callback(level, text, user_data)
-
-    llama_cpp.llama_log_set(record, None)
-    try:
-        yield reasons
-    finally:
-        llama_cpp.llama_log_set(llama_cpp._logger.llama_log_callback, None)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from . import native
+from . import llama_log, native
 from .errors import HwkvError
 from .footprint import CACHE_TYPES
 
@@ -36,7 +36,7 @@ class Model:
         self._handle = None
         self._n_contexts, self._closed = 0, False
         llama_cpp = native.load()
-        with log_lines() as lines:
+        with llama_log.texts() as logged:
             llama_cpp.llama_backend_init()
             params = llama_cpp.llama_model_default_params()
             if options.n_gpu_layers is not None:
@@ -45,7 +45,7 @@ class Model:
             overrides[0].tag, overrides[0].key, overrides[0].value.val_str = llama_cpp.LLAMA_KV_OVERRIDE_TYPE_STR, b"hwkv.policy", b"off"
             self._handle = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
         if not self._handle:
-            raise HwkvError(f"{path}: llama.cpp cannot load it: {_reason(lines)}")
+            raise HwkvError(f"{path}: llama.cpp cannot load it: {llama_log.reason(logged)}")
         self.vocab = llama_cpp.llama_model_get_vocab(self._handle)
         self.n_vocab = llama_cpp.llama_vocab_n_tokens(self.vocab)
 
@@ -53,7 +53,7 @@ class Model:
         """Frees the model; where contexts are still open (an error's traceback may hold one), with the last of them."""
         self._closed = True
         if self._handle and not self._n_contexts:
-            with log_lines():
+            with llama_log.texts():
                 native.load().llama_model_free(self._handle)
             self._handle = None
 
@@ -102,10 +102,10 @@ class Context:
         params.kv_unified = False
         params.swa_full = True  # a whole trace is looked at, layer by layer
         native.select(model._handle, policy)
-        with log_lines() as lines:
+        with llama_log.texts() as logged:
             self._handle = llama_cpp.llama_init_from_model(model._handle, params)
         if not self._handle:
-            raise HwkvError(f"llama.cpp cannot make a context of {n_ctx} tokens: {_reason(lines)}")
+            raise HwkvError(f"llama.cpp cannot make a context of {n_ctx} tokens: {llama_log.reason(logged)}")
         model._n_contexts += 1
 
     @property
@@ -114,7 +114,7 @@ class Context:
 
     def close(self):
         if self._handle:
-            with log_lines():
+            with llama_log.texts():
                 native.load().llama_free(self._handle)
             self._handle = None
             self.model._n_contexts -= 1
@@ -132,7 +132,7 @@ class Context:
     def decode(self, tokens, first_pos, wanted):
         """Decodes tokens of sequence 0 from position first_pos. Logits [sum(wanted), n_vocab] float32 where wanted [n_token] is true."""
         llama_cpp = native.load()
-        with batch(tokens, np.arange(first_pos, first_pos + len(tokens)), np.zeros(len(tokens)), wanted) as b, log_lines():
+        with batch(tokens, np.arange(first_pos, first_pos + len(tokens)), np.zeros(len(tokens)), wanted) as b, llama_log.texts():
             code = llama_cpp.llama_decode(self._handle, b)
         if code != 0:
             raise HwkvError(f"decoding of {len(tokens)} tokens at position {first_pos} failed with {code}")
@@ -155,29 +155,3 @@ def batch(tokens, positions, sequences, wanted):
         yield b
     finally:
         llama_cpp.llama_batch_free(b)
-
-
-@contextmanager
-def log_lines():
-    """What llama.cpp says while the block runs, which is not printed."""
-    llama_cpp = native.load()
-    lines = []
-
-    @llama_cpp.llama_log_callback
-    def record(level, text, _):
-        lines.append(text.decode(errors="replace").strip())
-
-    llama_cpp.llama_log_set(record, None)
-    try:
-        yield lines
-    finally:
-        llama_cpp.llama_log_set(llama_cpp._logger.llama_log_callback, None)
-
-
-def _reason(lines):
-    """The sentence in llama.cpp's log that says why."""
-    for mark in ("error loading model: ", "failed to initialize the context: ", "error"):
-        for line in lines:
-            if mark in line:
-                return line.split(mark)[-1] if mark.endswith(": ") else line
-    return lines[-1] if lines else "no reason given"
