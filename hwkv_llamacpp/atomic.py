@@ -1,13 +1,17 @@
 """Writes a file whole or not at all."""
 
 import errno
+import fcntl
 import os
 import secrets
 import stat
+import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .errors import HwkvError
+
+ABANDONED_AFTER = 60  # seconds
 
 
 @contextmanager
@@ -19,17 +23,22 @@ def replacing(path, overwrite=False, link_to=None):
 
     The bytes go to a temporary file in the same folder, are flushed to the disk, and take
     the target's name in one step. After an error, a signal that raises, or a full disk the
-    temporary file is gone and the target is as it was.
+    temporary file is gone and the target is as it was. What a killed process left in the
+    folder is removed by the next one that writes there.
     """
     path = Path(path)
     check_target(path, overwrite)
+    _sweep(path.parent)
     # the name is chosen before the file exists, so that no interrupt can fall between making and knowing it
     partial = path.with_name(f".hwkv-{secrets.token_hex(8)}.partial")
     try:
         if link_to is not None and _link(link_to, partial):
-            yield None
+            with open(partial, "rb") as file:
+                _hold(file)
+                yield None
         else:
             with open(partial, "xb") as file:
+                _hold(file)
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -76,6 +85,21 @@ def _link(source, target):
 def _discard(partial):
     with suppress(OSError):  # renamed already, or never made
         os.unlink(partial)
+
+
+def _hold(file):
+    """Says that the file is in use, as long as it is open. Shared: a link is the file of all that link to it."""
+    with suppress(OSError):  # not every file system can lock
+        fcntl.flock(file, fcntl.LOCK_SH)
+
+
+def _sweep(folder):
+    """Removes temporary files that no process holds. A young one may be about to be held."""
+    for partial in folder.glob(".hwkv-*.partial"):
+        with suppress(OSError), open(partial, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if time.time() - os.fstat(file.fileno()).st_ctime >= ABANDONED_AFTER:
+                os.unlink(partial)
 
 
 def _sync_folder(folder):
