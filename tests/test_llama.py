@@ -182,6 +182,19 @@ def test_state_of_another_policy_is_refused_and_forgotten(setup, noise):
         assert_same(answer(llm, prompt), answer(new(model, policy), prompt), noise, "after a refused state")
 
 
+def test_saved_state_goes_on_with_smaller_batches(setup, noise):
+    """The windows then have fewer cells, yet enough."""
+    model, policy, tokens = setup
+    donor = new(model, policy, n_batch=512, n_ubatch=512)
+    first = answer(donor, tokens[:700])
+    llm = new(model, policy, n_batch=512)
+    llm.load_state(donor.save_state())
+    longer = tokens[:700] + first.tokens + tokens[700:740]
+    turn = answer(llm, longer)
+    assert_same(turn, answer(new(model, policy), longer), noise, "after load_state")
+    assert turn.n_read <= 40 + 8
+
+
 def test_chat_and_stream_without_policy_are_stock(setup):
     model, _, _ = setup
     stock_class = native.load().Llama

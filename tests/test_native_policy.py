@@ -148,3 +148,18 @@ def _with_key(source, target, key, value):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def test_a_policy_from_a_pipe(mini_hybrid, windows, tmp_path):
+    """It can be read only once, however often a program needs it."""
+    for program, *words in (("llama-completion", "-n", "2", "-p", "fox", "-c", "512", "-no-cnv"), ("llama-bench", "-p", "32", "-n", "4", "-r", "1")):
+        done = subprocess.run(["bash", "-c", '"$@" --hwkv-policy <(cat "$POLICY")', "bash", native.binary(program), "-m", mini_hybrid, "-t", "1", *words],
+                              capture_output=True, text=True, timeout=120, env={**os.environ, "POLICY": str(windows)}, stdin=subprocess.DEVNULL)
+        assert done.returncode == 0, done.stderr
+    assert "| /dev/fd/" in done.stdout
+
+
+def test_self_extend_is_refused(mini_hybrid, windows):
+    code, said = complete(mini_hybrid, "--hwkv-policy", windows, "-gan", 4, "-gaw", 256)
+    assert code == 1 and "self-extend moves the positions of tokens" in said
+    assert complete(mini_hybrid, "--hwkv-policy", "off", "-gan", 4, "-gaw", 256)[0] == 0

@@ -3,10 +3,14 @@
 import dataclasses
 import functools
 import re
+import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
+import requests
 from answers import ask, assert_same, difference, from_reply, is_same
 from minilang import needle_prompt
 
@@ -408,12 +412,31 @@ def test_draft_model_with_a_policy_of_its_own(smollm2_options, tmp_path, target,
     assert [len(answer.tokens) for answer in answers] == [12] * len(prompts)
 
 
-def test_a_draft_longer_than_can_be_taken_back_is_refused(smollm2_options):
-    server = LlamaServer(dataclasses.replace(smollm2_options, extra=("-md", str(testmodels.smollm2()), "--spec-type", "draft-simple",
-                                                                     "--spec-draft-n-max", "64")))
+@pytest.mark.parametrize("n_parallel, n_ubatch, words, n_max", [(1, 64, (), 63), (1, 512, (), 511), (4, 512, (), 63), (4, 512, ("-kvu",), 64)])
+def test_a_draft_longer_than_can_be_taken_back_is_refused(smollm2_options, n_parallel, n_ubatch, words, n_max):
+    def server(n):
+        return LlamaServer(dataclasses.replace(smollm2_options, n_parallel=n_parallel, n_batch=512, n_ubatch=n_ubatch,
+                                               extra=("--spec-type", "ngram-mod", "--spec-ngram-mod-n-max", str(n), *words)))
+
+    with server(n_max) as served:
+        assert served.props()["hwkv"]["active"]
+    refused = server(n_max + 1)
     with pytest.raises(HwkvError):
-        server.start()
-    assert "at most 63 can be taken back" in server.log()
+        refused.start()
+    assert f"at most {n_max} can be taken back" in refused.log()
+
+
+def test_a_second_interrupt_ends_it_at_once(mini_hybrid):
+    """Whatever the first one interrupted, a thread that holds the log's lock among others."""
+    for pause in np.linspace(1e-4, 1e-3, 12):
+        server = LlamaServer(ServerOptions(model=mini_hybrid, n_ctx=2048, n_threads=1, extra=("-v",)))
+        with server, requests.post(f"{server.url}/completion", json={"prompt": "One day", "n_predict": 1900, "ignore_eos": True, "stream": True},
+                                   stream=True, timeout=60) as reply:
+            next(reply.iter_lines())
+            for _ in range(2):
+                server.process.send_signal(signal.SIGINT)
+                time.sleep(pause)
+            assert server.process.wait(20) in (0, 1)
 
 
 # ---- LlamaServer itself ----------------------------------------------------------------------------------------------

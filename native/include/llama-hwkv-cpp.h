@@ -10,13 +10,14 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #define LLAMA_HWKV_OVERRIDE_KEY "hwkv.policy"
 
-// the argument of --hwkv-policy -> the value of the kv override; a file is read and checked here, once
+// the argument of --hwkv-policy -> the value of the kv override; a file is read and checked here, once in a process
 // empty (an environment variable that is set to nothing): as if it were not given
 // throws std::invalid_argument with one sentence
 inline std::string llama_hwkv_policy_arg(const std::string & value) {
@@ -24,14 +25,21 @@ inline std::string llama_hwkv_policy_arg(const std::string & value) {
         return value;
     }
 
-    char id [64];
-    char err[1024];
+    // it may be a pipe, or change while the program runs
+    static std::map<std::string, std::string> read;
 
-    if (llama_hwkv_register_file(value.c_str(), id, sizeof(id), err, sizeof(err)) != 0) {
-        throw std::invalid_argument(err);
+    if (read.count(value) == 0) {
+        char id [64];
+        char err[1024];
+
+        if (llama_hwkv_register_file(value.c_str(), id, sizeof(id), err, sizeof(err)) != 0) {
+            throw std::invalid_argument(err);
+        }
+
+        read[value] = id;
     }
 
-    return id;
+    return read[value];
 }
 
 // put the override into a list that ends with an empty key (or is empty); may be called again with another value

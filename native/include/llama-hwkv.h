@@ -13,7 +13,7 @@
 
 #include "llama.h"
 
-// so many positions beyond the windows are kept where drafts need them: the longest draft is one token shorter
+// so many positions beyond the windows are kept where drafts need them
 #define LLAMA_HWKV_N_SLACK 64
 
 #ifdef __cplusplus
@@ -28,6 +28,9 @@ extern "C" {
     // True if the context keeps a grouped cache. False without a policy and when every window covers the context:
     // such a context is exactly what it would be without this feature.
     LLAMA_API bool llama_hwkv_active(const struct llama_context * ctx);
+
+    // The longest draft that can always be taken back. Meaningless if not active.
+    LLAMA_API int32_t llama_hwkv_n_draft_max(const struct llama_context * ctx);
 
     // What the context's grouped cache holds, as JSON. Returns the length of the text like snprintf.
     LLAMA_API int32_t llama_hwkv_info(const struct llama_context * ctx, char * buf, size_t n);

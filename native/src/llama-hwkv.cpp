@@ -55,6 +55,12 @@ bool llama_hwkv_active(const llama_context * ctx) {
     return hwkv_memory(ctx) != nullptr;
 }
 
+int32_t llama_hwkv_n_draft_max(const llama_context * ctx) {
+    const auto * mem = hwkv_memory(ctx);
+
+    return mem ? mem->get_n_draft_max() : 0;
+}
+
 int32_t llama_hwkv_info(const llama_context * ctx, char * buf, size_t n) {
     const auto * mem = hwkv_memory(ctx);
 

@@ -109,6 +109,9 @@ const llama_memory_params & params,
     //   ubatch, this many positions per sequence stay beyond the window
     const uint32_t n_slack = n_seq_ring > 1 || cparams.n_ubatch < LLAMA_HWKV_N_SLACK*cparams.n_seq_max ? LLAMA_HWKV_N_SLACK : 0;
 
+    // a draft of n tokens is decoded with the token before it, which stays
+    n_draft_max = n_slack > 0 ? n_slack : cparams.n_seq_max == 1 ? cparams.n_ubatch - 1 : LLAMA_HWKV_N_SLACK - 1;
+
     const auto window_of = [&](uint32_t il, uint32_t ih) {
         if (policy->calibrate) {
             return (int32_t) ih; // only tells the groups apart
@@ -551,9 +554,10 @@ void llama_memory_hwkv::seq_cp(llama_seq_id seq_id_src, llama_seq_id seq_id_dst,
 
     const bool is_all = p0 <= std::max(0, seq_pos_first(seq_id_src)) && p1 > pos_max;
 
-    // a part that the copy could not be continued from is not copied: better no history than one with holes
-    if ((!is_all && !unified) || (p1 <= pos_max && !can_resume(seq_id_src, p1))) {
-        LLAMA_LOG_ERROR("%s: positions [%d, %d) of sequence %d cannot be copied to sequence %d, the windows hold too little; sequence %d is now empty\n",
+    // a part that the copy could not be continued from is not copied: better no history than one with holes, or with the
+    //   recurrent state of a later position
+    if ((!is_all && !unified) || (p1 <= pos_max && (mem_recr || !can_resume(seq_id_src, p1)))) {
+        LLAMA_LOG_ERROR("%s: positions [%d, %d) of sequence %d cannot be copied to sequence %d, what is kept does not go back that far; sequence %d is now empty\n",
                 __func__, p0, p1, seq_id_src, seq_id_dst, seq_id_dst);
 
         seq_rm(seq_id_dst, -1, -1);
@@ -675,7 +679,26 @@ void llama_memory_hwkv::state_write(llama_io_write_i & io, llama_seq_id seq_id, 
             continue;
         }
 
-        g->kv->state_write(io, seq_id, flags);
+        auto & kv = *g->kv;
+
+        if (seq_id != -1 || g->swa_type == LLAMA_SWA_TYPE_NONE) {
+            kv.state_write(io, seq_id, flags);
+            continue;
+        }
+
+        // llama_kv_cache leaves out what is masked, but not when it writes all sequences: such a state would not fit into
+        //   the smaller ring of a context with a smaller ubatch
+        const auto cells_old = kv.v_cells;
+        const auto heads_old = kv.v_heads;
+
+        for (uint32_t s = 0; s < kv.get_n_seq_max(); ++s) {
+            kv.seq_rm(s, g->n_sink, g->needed(kv.seq_pos_max(s) + 1));
+        }
+
+        kv.state_write(io, seq_id, flags);
+
+        kv.v_cells = cells_old;
+        kv.v_heads = heads_old;
     }
 
     if (mem_recr) {
@@ -1036,6 +1059,10 @@ void llama_memory_hwkv::set_input_kq_mask(uint32_t ig, ggml_tensor * dst, const 
 
 const std::vector<llama_memory_hwkv::part> & llama_memory_hwkv::get_parts(uint32_t il) const {
     return parts.at(il);
+}
+
+uint32_t llama_memory_hwkv::get_n_draft_max() const {
+    return n_draft_max;
 }
 
 uint32_t llama_memory_hwkv::n_graph_nodes() const {

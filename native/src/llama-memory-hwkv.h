@@ -121,6 +121,9 @@ public:
     // where the KV heads of a layer are kept
     const std::vector<part> & get_parts(uint32_t il) const;
 
+    // the longest draft that can always be taken back
+    uint32_t get_n_draft_max() const;
+
     // upper bound for the graph nodes that grouped attention needs beyond the usual
     uint32_t n_graph_nodes() const;
 
@@ -166,6 +169,8 @@ private:
 
     const ggml_type type_k;
     const ggml_type type_v;
+
+    uint32_t n_draft_max = 0;
 
     // full group first, then windows ascending, then the model's own sliding window
     std::vector<std::unique_ptr<group>> groups;

@@ -705,7 +705,7 @@ struct walk {
     void op_cp(uint32_t src, uint32_t dst, size_t n) {
         op_clear(dst);
 
-        if (n == 0 || n >= seqs[src].size() || llama_model_is_hybrid(model.get())) {
+        if (n == 0 || n >= seqs[src].size()) {
             llama_memory_seq_cp(mem, src, dst, -1, -1);
             seqs[dst] = seqs[src];
             return;
@@ -758,16 +758,16 @@ struct walk {
     //   draft can be taken back
     void op_draft(uint32_t s) {
         const uint32_t other   = (s + 1) % N_SEQ;
-        const size_t   n_draft = 1 + pick(LLAMA_HWKV_N_SLACK - 1);
+        const size_t   n_draft = pick(std::min(llama_hwkv_n_draft_max(ctx.get()), 2*LLAMA_HWKV_N_SLACK) + 1);
         const size_t   n_other = pick(190);
 
-        if (!fits(s, n_draft) || !fits(other, n_other) || seqs[s].empty() || llama_model_is_hybrid(model.get())) {
+        if (!fits(s, 1 + n_draft) || !fits(other, n_other) || seqs[s].empty() || llama_model_is_hybrid(model.get())) {
             return;
         }
 
         std::vector<token_at> batch;
 
-        for (const auto & [seq, n] : { std::make_pair(s, n_draft), std::make_pair(other, n_other) }) {
+        for (const auto & [seq, n] : { std::make_pair(s, 1 + n_draft), std::make_pair(other, n_other) }) {
             for (size_t i = 0; i < n; ++i) {
                 batch.push_back({ random_tokens(model.get(), 1, rng)[0], (llama_pos) seqs[seq].size(), (llama_seq_id) seq, true });
                 seqs[seq].push_back(batch.back().token);
