@@ -17,6 +17,7 @@ from .embed import read_policy
 from .errors import HwkvError
 from .geometry import ModelGeometry
 from .measure import Arm, Settings, describe, full_policy, measure, on_gpu
+from .names import as_text
 from .plan import add_context_arguments
 from .planner import Planner, largest_context
 from .policy import Policy
@@ -95,7 +96,7 @@ class Bench:
         self.arms = self._make_arms(args.arms, args.policy)
         for arm in self.arms:
             native.binary("llama-server", arm.upstream)
-        self.done = {row.key: row for row in records.read(self.output, missing_ok=True)}
+        self.done = {row.key: row for row in records.read(self.output, missing_ok=True) if row.status in records.RESULTS}
         other = sum(row.build_pair != machine.build_pair() or row.machine != machine.machine() for row in self.done.values())
         if other:
             self._say(f"{self.output} holds {other} rows of another build or machine: they stay, and are compared with nothing new")
@@ -118,9 +119,10 @@ class Bench:
         policies = {}
         if "policy" in wanted:
             for path in paths:
-                if path.stem in (*policies, *ARMS[:2]):
-                    raise HwkvError(f"{path}: another arm is called {path.stem!r} already: rename the file")
-                policies[path.stem] = (path, Policy.load(path))
+                name = as_text(path.stem)
+                if name in (*policies, *ARMS[:2]):
+                    raise HwkvError(f"{path}: another arm is called {name!r} already: rename the file")
+                policies[name] = (path, Policy.load(path))
             if not policies and (embedded := read_policy(self.settings.model)):
                 path = folder / "embedded.json"
                 embedded.save(path)

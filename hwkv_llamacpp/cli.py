@@ -21,6 +21,8 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else list(argv)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)  # so that half-written files are removed
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="surrogateescape")  # a file's name may be no text
     try:
         args = build_parser(argv).parse_args(argv)
         code = args.run(args)

@@ -266,9 +266,10 @@ def ideal_kv(base, pair):
 
 
 def make_sections(rows):
-    """Sections in the order memory, throughput, capacity; rows of a run's preparation are left out."""
+    """Sections in the order memory, throughput, capacity; rows of a run's preparation are left out. Of a case that was tried again, the
+    last row counts."""
     sets = {}
-    for row in rows:
+    for row in {row.key: row for row in rows}.values():
         if row.step != "process":
             key = (row.kind, str(row.machine), row.build_pair, row.model_sha256, str(row.settings), row.memory_limit_bytes)
             sets.setdefault(key, []).append(row)

@@ -56,8 +56,8 @@ def run(context):
     native.binary("llama-server")
     # a package that is not installed, only lies here, must be found as well
     environment = {**os.environ, "GGML_NO_BACKTRACE": "1", "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-    done = subprocess.run([sys.executable, "-m", "hwkv_llamacpp.dry_run", json.dumps(asdict(context))], text=True, capture_output=True,
-                          env=environment)
+    done = subprocess.run([sys.executable, "-m", "hwkv_llamacpp.dry_run", json.dumps(asdict(context))], text=True, errors="replace",
+                          capture_output=True, env=environment)
     try:
         answer = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
@@ -74,7 +74,7 @@ def weights(model, n_gpu_layers=None):
     if n_gpu_layers is not None:
         command += ["-ngl", str(n_gpu_layers)]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("LLAMA_ARG_")} | {"GGML_NO_BACKTRACE": "1"}
-    done = subprocess.run(command, text=True, env=environment, capture_output=True)
+    done = subprocess.run(command, text=True, errors="replace", env=environment, capture_output=True)
     found = breakdown(done.stderr)
     if done.returncode != 0 or not found:
         last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
@@ -106,7 +106,7 @@ def _child(context):
     if context.n_gpu_layers is not None:
         params.n_gpu_layers = context.n_gpu_layers
     with llama_log.texts() as logged:
-        model, ctx = llama_cpp.llama_model_load_from_file(context.model.encode(), params), None
+        model, ctx = llama_cpp.llama_model_load_from_file(os.fsencode(context.model), params), None
         if model:
             ctx = llama_cpp.llama_init_from_model(model, _context_params(context))
     if not ctx:

@@ -58,6 +58,8 @@ class Llama(llama_cpp.Llama):
 
     def hwkv_info(self):
         """What the grouped KV cache holds, as a dict: fingerprint, bytes, groups of windows; {"active": False} for full KV."""
+        if self._ctx.ctx is None:
+            raise RuntimeError("this Llama is closed")
         return native.info(self.ctx)
 
     def eval(self, tokens):

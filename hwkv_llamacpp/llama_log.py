@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from . import native
 
 _local = threading.local()  # .collecting: a list, and whether its texts are logged as before, too
-_before = None  # the callback that ours stands in for, and its argument
+# The callbacks that ours stands in for, and their arguments, by the argument that ours was set with: who sets another one may put
+# ours back later, and it then stands in for what it did before.
+_before = {}
 
 
 @contextmanager
@@ -36,23 +38,30 @@ def reason(collected):
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
-def _record(level, text, _):
+def _record(level, text, key):
     collected, echo = getattr(_local, "collecting", None) or ([], True)
+    callback, argument = _before.get(key) or (native.load()._logger.llama_log_callback, None)
+    if getattr(_local, "handing_on", False):  # to one that hands on to the one before it: ours
+        callback(level, text, argument)
+        return
     collected.append(text.decode(errors="replace"))
     if echo:
-        callback, argument = _before
-        callback(level, text, argument)
+        _local.handing_on = True
+        try:
+            callback(level, text, argument)
+        finally:
+            _local.handing_on = False
 
 
 def _install():
-    global _before
     llama_cpp = native.load()
     ours = ctypes.cast(_record, llama_cpp.llama_log_callback)
     now, argument = llama_cpp.llama_log_callback(), ctypes.c_void_p()
     llama_cpp.llama_log_get(ctypes.byref(now), ctypes.byref(argument))
     if _address(now) != _address(ours):
-        _before = now, argument
-        llama_cpp.llama_log_set(ours, None)
+        key = len(_before) + 1
+        _before[key] = now, argument
+        llama_cpp.llama_log_set(ours, key)
 
 
 def _address(function):

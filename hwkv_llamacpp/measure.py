@@ -22,6 +22,7 @@ from . import dry_run, ending, machine, native
 from .demo import diary
 from .errors import HwkvError
 from .memory_limit import memory_group
+from .names import as_text
 from .policy import Policy
 from .records import Row
 from .sampler import MemorySampler
@@ -99,15 +100,15 @@ def describe(kind, arm, n_ctx, settings, geometry, round_=0, step=None):
     row.commit, row.upstream_commit, row.machine = machine.commit(), machine.upstream_commit(), machine.machine()
     vars(row).update(machine.build(arm.upstream))
     row.build_pair = machine.build_pair()
-    row.model, row.model_bytes = settings.model.name, settings.model.stat().st_size
+    row.model, row.model_bytes = as_text(settings.model.name), settings.model.stat().st_size
     row.model_sha256, row.n_ctx_train = machine.file_sha256(settings.model), geometry.n_ctx_train
-    row.policy = arm.path.name if policy else None
+    row.policy = as_text(arm.path.name) if policy else None
     row.policy_fingerprint = policy.fingerprint(geometry.n_layer) if policy else None
     row.n_sink = policy.n_sink if policy else 0
     row.retention = policy.retention(n_ctx, geometry) if policy else 1.0
     row.kv_layers = [[x.layer, (x.head_dim_k + x.head_dim_v) * 2, list(policy.row(x) if policy else (None,) * x.n_head_kv)]
                      for x in geometry.configurable]
-    row.arguments = [Path(word).name if "/" in word else word for word in settings.options(arm, n_ctx, geometry).arguments()]
+    row.arguments = [as_text(Path(word).name) if "/" in word else word for word in settings.options(arm, n_ctx, geometry).arguments()]
     row.settings = {"n_predict": settings.n_predict, "n_batch": settings.n_batch, "n_ubatch": settings.n_ubatch,
                     "n_threads": settings.n_threads, "n_gpu_layers": settings.n_gpu_layers, "type_k": settings.type_k,
                     "type_v": settings.type_v, "flash_attn": True, "n_parallel": 1, "load_mode": settings.load_mode}

@@ -75,7 +75,7 @@ def load():
     except (RuntimeError, FileNotFoundError) as error:
         raise HwkvError(f"{path} cannot be loaded ({error}): {BUILD_COMMAND}.") from None
     try:
-        foreign = foreign_libraries(Path("/proc/self/maps").read_text(), path.parent)
+        foreign = foreign_libraries(Path("/proc/self/maps").read_text(errors="surrogateescape"), path.parent)
     except OSError:  # no /proc: trust the loader
         foreign = []
     if foreign:

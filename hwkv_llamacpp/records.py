@@ -15,6 +15,7 @@ from .errors import HwkvError
 
 VERSION = 1
 STATUSES = ("ok", "out of memory", "timeout", "failed")
+RESULTS = STATUSES[:2]  # the others say nothing of the case, and are tried again
 PHASES = ("start", "prefill", "decode", "end")
 
 # llama-server's timings -> ours
@@ -113,13 +114,14 @@ class Row:
                 self.memory_limit_bytes, self.build_pair, json.dumps(self.machine, sort_keys=True))
 
 
+BEGINNING = '{"kind": '
 NAMES = {item.name for item in fields(Row)}
 
 
 def append(path, row):
     """Adds one line, in one write: a killed run leaves whole lines, at worst a last one without its end."""
     path = Path(path)
-    line = json.dumps({name: value for name, value in dataclasses.asdict(row).items() if value is not None}, ensure_ascii=False) + "\n"
+    line = json.dumps({name: value for name, value in dataclasses.asdict(row).items() if value is not None}) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
@@ -136,7 +138,7 @@ def append(path, row):
 
 
 def read(path, missing_ok=False):
-    """The rows of a JSONL file. A line that a kill cut short is left out, with a word on stderr; any other bad line is an HwkvError."""
+    """The rows of a JSONL file. A line that a kill or a power failure cut short is left out, with a word on stderr; any other bad line is an HwkvError."""
     try:
         text = Path(path).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -152,7 +154,7 @@ def read(path, missing_ok=False):
                 data = json.loads(line)
             except ValueError:
                 data = None
-            if data is None and line.startswith('{"kind": '):
+            if data is None and (line.startswith(BEGINNING) or BEGINNING.startswith(line) or not line.strip("\0")):
                 print(f"{path}: line {number} was cut short and is left out", file=sys.stderr)
                 continue
             rows.append(_row(data, f"{path}: line {number}"))

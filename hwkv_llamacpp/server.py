@@ -66,7 +66,8 @@ class ServerOptions:
 
 
 class LlamaServer:
-    """One llama-server process on a free port of 127.0.0.1. Its log is kept at `log_path` (a temporary file by default).
+    """One llama-server process on a free port of 127.0.0.1. Its log is kept at `log_path`; without one, in a temporary file that is
+    removed when a server that came up is stopped.
 
     LLAMA_ARG_* variables of the caller are not passed on: a server is what its options say. Raises HwkvError, with the exit
     cause, where the process does not come up, and TimeoutError where it neither answers nor ends.
@@ -78,12 +79,14 @@ class LlamaServer:
         self.options = options
         self.setup = setup
         self.launched = launched
+        self._temporary = log_path is None
         if log_path is None:
             handle, log_path = tempfile.mkstemp(prefix="llama-server-", suffix=".log")
             os.close(handle)
         self.log_path = Path(log_path)
         self.process = None
         self.port = None
+        self._is_up, self._kept_log = False, None  # the text of a log that was removed
 
     def __enter__(self):
         self.start()
@@ -96,10 +99,11 @@ class LlamaServer:
         """Starts the process and waits until it has loaded the model."""
         program = native.binary("llama-server", self.options.upstream)
         environment = {k: v for k, v in os.environ.items() if not k.startswith("LLAMA_ARG_")} | self.options.environment
+        self._is_up, self._kept_log = False, None
         for attempt in range(3):
             self.port = free_port()
             command = [str(program), *self.options.arguments(), "--host", "127.0.0.1", "--port", str(self.port)]
-            with open(self.log_path, "w") as log:
+            with open(self.log_path, "w", errors="surrogateescape") as log:
                 log.write(f"$ {' '.join(command)}\n")
                 log.flush()
                 self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
@@ -108,6 +112,7 @@ class LlamaServer:
                 if self.launched:
                     self.launched(self.process.pid)
                 self._wait_until_healthy()
+                self._is_up = True
                 return
             except HwkvError:
                 # another process may have taken the port between our look and the server's
@@ -140,6 +145,9 @@ class LlamaServer:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        if self._temporary and self._is_up:
+            self._kept_log = self.log()
+            self.log_path.unlink()
 
     @property
     def url(self):
@@ -147,7 +155,7 @@ class LlamaServer:
 
     def log(self):
         """Everything the process has printed so far."""
-        return self.log_path.read_text(errors="replace")
+        return self.log_path.read_text(errors="replace") if self._kept_log is None else self._kept_log
 
     def exit_cause(self):
         """None while the process runs; else how it ended, with the last error that it logged."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from . import native
 from .errors import HwkvError
+from .names import as_text
 
 FOLDER = Path(__file__).parent / "data" / "text"
 N_PROSE = 8  # files 01 to 08 are prose, the others technical
@@ -77,7 +78,7 @@ def from_files(model, paths, n_tokens, n_sequences=3, held_out_paths=()):
         raise HwkvError(f"{_names(paths)}: {found} tokens, at least {needed} expected: give more text or a lower --trace-tokens")
     sequences = [tokens[i * n_tokens:(i + 1) * n_tokens] for i in range(n)]
     return Trace(_cut(model, sequences, n_tokens), _cut(model, [held_out], n_tokens),
-                 {"text": [Path(path).name for path in paths], "held_out": [Path(path).name for path in held_out_paths] or "end of text"})
+                 {"text": [as_text(Path(path).name) for path in paths], "held_out": [as_text(Path(path).name) for path in held_out_paths] or "end of text"})
 
 
 def retrieval(model, texts, n_tokens, rng):

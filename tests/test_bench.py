@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from hwkv_llamacpp import HwkvError, ModelGeometry, boundary, ending, measure, memory_limit, records
+from hwkv_llamacpp.comparison import make_sections
 
 STANDIN = Path(__file__).parent / "standin.py"
 POLICY = {"format": "hwkv-policy", "version": 1, "layers": [{"layer": 3, "windows": ["full", 64, 64, 64]}]}
@@ -156,11 +157,12 @@ def test_rows_come_back_as_written(tmp_path):
     assert records.read(path) == [row, dataclasses.replace(row, round=1)]
 
 
-def test_a_line_cut_short_is_left_out_and_not_glued_to_the_next(tmp_path, capsys):
+@pytest.mark.parametrize("left", [b'{"kind": "grid", "arm": "full", "n_', b'{"ki', b"{", bytes(40)])  # NULs: the power failed
+def test_a_line_cut_short_is_left_out_and_not_glued_to_the_next(tmp_path, capsys, left):
     path = tmp_path / "rows.jsonl"
     row = records.Row("grid", "full", 2048, status="ok")
     records.append(path, row)
-    path.write_bytes(path.read_bytes() + path.read_bytes()[:40])
+    path.write_bytes(path.read_bytes() + left)
     records.append(path, dataclasses.replace(row, round=1))
     assert [r.round for r in records.read(path)] == [0, 1]
     assert "line 2 was cut short" in capsys.readouterr().err
@@ -259,6 +261,21 @@ def test_a_grid_interleaves_its_arms_and_resumes(standin, hwkv, mini_hybrid, pol
     code, speeds, err = bench(hwkv, "throughput", mini_hybrid, "--policy", policy, "-c", "512,1024", "-r", 2, "-o", out)
     assert code == 0 and not err and len(records.read(out)) == 12  # the same cases: nothing left to measure
     assert "Peak memory" in text and "per second" not in text and "Peak memory" not in speeds and "per second" in speeds
+
+
+@pytest.mark.parametrize("end", ["hang-prefill>600", "segfault-prefill>600"])
+def test_what_failed_is_tried_again(standin, hwkv, mini_hybrid, tmp_path, end):
+    """And the report takes what came out then."""
+    words = ["memory", mini_hybrid, "--arms", "full", "-c", "512,1024", "-r", "1", "-o", tmp_path / "run.jsonl"]
+    standin(end)
+    code, _, err = hwkv("bench", *words, "-n", 4, "--timeout", 1)
+    assert code == 1 and "1 of 2 cases did not succeed, the first is full at 1024" in err
+    standin("ok")
+    code, text, err = bench(hwkv, *words)
+    assert code == 0 and "1,024" in text, err
+    rows = records.read(tmp_path / "run.jsonl")
+    assert [(row.n_ctx, row.status == "ok") for row in rows] == [(512, True), (1024, False), (1024, True)]
+    assert [row.status for section in make_sections(rows) for row in section.rows] == ["ok"] * 4  # two views of two cases
 
 
 def test_a_scan_finds_both_boundaries(standin, hwkv, mini_hybrid, policy, tmp_path):

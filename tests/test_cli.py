@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from hwkv_llamacpp import Policy
+from hwkv_llamacpp import Policy, native
 from hwkv_llamacpp.embed import read_policy
 
 COMMANDS = [("info",), ("policy",), ("policy", "make"), ("policy", "make", "uniform"), ("policy", "make", "matrix"),
@@ -276,6 +276,22 @@ def test_sinks_count_as_kept_cells(hwkv, model, tmp_path):
 
 
 # as a process
+
+def test_names_that_are_no_text(hwkv_process, mini_hybrid, tmp_path):
+    """On Linux a name may be any bytes."""
+    model, text, policy, embedded, rows = (tmp_path / os.fsdecode(b"\xff" + name) for name in (b"m.gguf", b"t.txt", b"p.json", b"e.gguf", b"r.jsonl"))
+    try:
+        model.symlink_to(mini_hybrid)
+    except OSError:
+        pytest.skip("this file system takes text only")
+    text.write_bytes((native.ROOT / "policies" / "mini-hybrid" / "trace.txt").read_bytes()[:30000])
+    for words in (["calibrate", model, "-o", policy, "--trace-tokens", 512, "--windows", "64,128", "--queries", 16, "--taus", 0.95, "--text", text, "-t", 1],
+                  ["info", model], ["policy", "show", policy], ["embed", model, policy, "-o", embedded], ["plan", model, "-c", 1024, "--policy", policy],
+                  ["bench", "memory", embedded, "--policy", policy, "--arms", "policy", "-c", 512, "-r", 1, "-n", 4, "-t", 1, "-o", rows],
+                  ["report", rows, "-o", tmp_path / os.fsdecode(b"\xff")]):
+        done = hwkv_process(*words, errors="replace")
+        assert done.returncode == 0, (words, done.stderr)
+
 
 def test_exit_codes_of_the_process(hwkv_process, mini_hybrid, tmp_path):
     assert hwkv_process("info", mini_hybrid).returncode == 0

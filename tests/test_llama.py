@@ -301,6 +301,13 @@ def test_allocated_bytes_are_the_predicted_ones(policy):
             assert info["kv_bytes"] == sum(group["bytes"] for group in info["groups"])
 
 
+def test_a_closed_one_says_so(policy):
+    llm = new(MINI_HYBRID, policy)
+    llm.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.hwkv_info()
+
+
 def test_a_copy_has_the_same_policy(policy):
     llm = new(MINI_HYBRID, policy, n_ctx=1024, kv_overrides={"qwen35.context_length": 1234})
     state = llm.__getstate__()

@@ -66,6 +66,28 @@ def test_the_users_own_callback_stays(tmp_path):
         llama_cpp.llama_log_set(before, argument)
 
 
+@pytest.mark.parametrize("careful", [True, False])
+def test_a_callback_that_hands_on_to_ours(tmp_path, capfd, careful):
+    """As libraries do that keep the callback they find. Each text passes once, and llama-cpp-python's own has the last word."""
+    logged_by_loading(tmp_path / "first.gguf")
+    before, argument, seen = llama_cpp.llama_log_callback(), ctypes.c_void_p(), []
+    llama_cpp.llama_log_get(ctypes.byref(before), ctypes.byref(argument))
+
+    @llama_cpp.llama_log_callback
+    def own(level, text, _):
+        seen.append(text.decode())
+        before(level, text, argument if careful else None)
+
+    llama_cpp.llama_log_set(own, None)
+    try:
+        with llama_log.texts(echo=True) as texts:
+            llama_cpp.llama_model_load_from_file(b"/echoed.gguf", llama_cpp.llama_model_default_params())
+        assert seen == texts and "/echoed.gguf" in "".join(texts)
+        assert capfd.readouterr().err.count("error loading model") == 1
+    finally:
+        llama_cpp.llama_log_set(before, argument)
+
+
 @pytest.mark.parametrize("log, expected", [
     ("", "no reason given"),
     ("loaded\n\n", "loaded"),
