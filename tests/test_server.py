@@ -426,10 +426,10 @@ def test_a_draft_longer_than_can_be_taken_back_is_refused(smollm2_options, n_par
     assert f"at most {n_max} can be taken back" in refused.log()
 
 
-def test_a_second_interrupt_ends_it_at_once(mini_hybrid):
+def test_a_second_interrupt_ends_it_at_once(mini_hybrid, tmp_path):
     """Whatever the first one interrupted, a thread that holds the log's lock among others."""
     for pause in np.linspace(1e-4, 1e-3, 12):
-        server = LlamaServer(ServerOptions(model=mini_hybrid, n_ctx=2048, n_threads=1, extra=("-v",)))
+        server = LlamaServer(ServerOptions(model=mini_hybrid, n_ctx=2048, n_threads=1, extra=("-v",)), tmp_path / "log")
         with server, requests.post(f"{server.url}/completion", json={"prompt": "One day", "n_predict": 1900, "ignore_eos": True, "stream": True},
                                    stream=True, timeout=60) as reply:
             next(reply.iter_lines())
