@@ -138,7 +138,8 @@ def append(path, row):
 
 
 def read(path, missing_ok=False):
-    """The rows of a JSONL file. A line that a kill or a power failure cut short is left out, with a word on stderr; any other bad line is an HwkvError."""
+    """The rows of a JSONL file. A line that a kill or a power failure cut short is left out, with a word on stderr; any other bad line is
+    an HwkvError."""
     try:
         text = Path(path).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
