@@ -64,7 +64,7 @@ SUBJECTS = {
                        shares=(0.2, 0.3, 0.4, 0.5), probe_tokens=512),
     # three KV heads in all: there is little to choose from, and without sinks every head is full from a threshold of 0.9 on
     "gemma3": Subject(testmodels.gemma3, 4096, (64, 128, 256, 512, 1024, 2048), {0: (0.6, 0.8), SINKS: (0.9, 0.95, 0.98, 0.99)},
-                      shares=(0.3, 0.5), others=(0.5,)),
+                      shares=(0.2, 0.3, 0.5, 0.7), others=(0.3, 0.5)),
 }
 
 
