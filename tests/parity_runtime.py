@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from hwkv_llamacpp import native
+from hwkv_llamacpp import llama_log, native
 
 llama_cpp = native.load()
 
@@ -15,15 +15,6 @@ KV_TYPES = {"f32": llama_cpp.GGML_TYPE_F32, "f16": llama_cpp.GGML_TYPE_F16,
 FLASH_ATTENTION = {True: llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED, False: llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED}
 
 
-@llama_cpp.llama_log_callback
-def _collect_log(level, text, _):
-    """Keeps what the library says, for the message of a failed load."""
-    _log.append(text.decode(errors="replace"))
-    del _log[:-200]
-
-
-_log = []
-llama_cpp.llama_log_set(_collect_log, ctypes.c_void_p(0))
 llama_cpp.llama_backend_init()
 
 
@@ -44,9 +35,10 @@ class Runtime:
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = int(os.environ.get("HWKV_TEST_GPU_LAYERS", "0"))
         params.kv_overrides = _overrides("off" if policy is None else native.register(policy.to_json()))
-        self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
+        with llama_log.texts() as log:
+            self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
         if not self.model:
-            raise RuntimeError(f"cannot load {path}: {''.join(_log[-5:])}")
+            raise RuntimeError(f"cannot load {path}: {llama_log.reason(log)}")
         self.n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
 
     def close(self):
@@ -84,9 +76,10 @@ class Runtime:
         params.type_k, params.type_v = KV_TYPES[names[0]], KV_TYPES[names[-1]]
         params.flash_attn_type = FLASH_ATTENTION[flash]
         params.swa_full = False
-        ctx = llama_cpp.llama_init_from_model(self.model, params)
+        with llama_log.texts() as log:
+            ctx = llama_cpp.llama_init_from_model(self.model, params)
         if not ctx:
-            raise RuntimeError(f"cannot make a context: {''.join(_log[-5:])}")
+            raise RuntimeError(f"cannot make a context: {llama_log.reason(log)}")
         try:
             yield Context(ctx, self.n_vocab)
         finally:
@@ -114,9 +107,10 @@ class Context:
                 batch.token[i], batch.pos[i] = int(token), self.n_past + i
                 batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
                 batch.logits[i] = i in wanted
-            status = llama_cpp.llama_decode(self.ctx, batch)
+            with llama_log.texts() as log:
+                status = llama_cpp.llama_decode(self.ctx, batch)
             if status != 0:
-                raise RuntimeError(f"llama_decode returned {status}: {''.join(_log[-5:])}")
+                raise RuntimeError(f"llama_decode returned {status}: {llama_log.reason(log)}")
         finally:
             llama_cpp.llama_batch_free(batch)
         rows = [np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self.ctx, int(p) - self.n_past),

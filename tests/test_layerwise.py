@@ -2,9 +2,10 @@
 
 The attention output that the runtime gives under random windows is held against the replay of the captured Q, K and V. Both see the same
 rounded K and V, so only arithmetic is left. The CPU's FlashAttention kernel for whole tiles of queries adds up in F32: 5e-14 was seen. The
-one for fewer queries than a tile adds up V in F16 (2^-11 squared is 2e-7): 2e-6 was seen. For a quantised K both round Q to 8 bits, which
-grows with the logits: 3e-7 was seen on the miniature, 1.3e-4 on Gemma. The negative controls show what that resolves: one
-window off by one moves the output at least 50 times as far.
+one for fewer queries than a tile adds up V in F16 (2^-11 squared is 2e-7): 2e-6 was seen, and 5e-6 where random weights had made a head's V
+nearly the same at all positions, so that the roundings do not cancel. For a quantised K both round Q to 8 bits, which grows with the logits:
+3e-7 was seen on the miniature, 1.3e-4 on Gemma. The negative controls show what that resolves: one window off by one moves the output at
+least 50 times as far.
 
 Errors are squared differences over the squared norm of what is expected, summed over the queries of a layer.
 """
@@ -32,6 +33,7 @@ from hwkv_llamacpp.runtime import Model, RuntimeOptions
 
 SINKS = [0, 4]  # numbers of first positions that every window sees
 TOLERANCE = 2e-6
+TOLERANCE_RANDOM = 1e-5
 TILES = 1e-11  # K and V as F16, one sequence, whole ubatches
 NOTICED = 50
 NO_FLASH_ATTENTION = {"grok-moe"}  # llama.cpp turns it off there
@@ -177,7 +179,7 @@ def test_every_architecture(random_models, n_sink):
                 for layer, row, expected in walk(layerwise, layers, rows, n_sink):
                     off = error(layerwise.outputs(layer), expected)
                     worst = max(worst, off)
-                    assert off <= TOLERANCE, f"{path.stem}, layer {layer.layer}, row {row}: {off}"
+                    assert off <= TOLERANCE_RANDOM, f"{path.stem}, layer {layer.layer}, row {row}: {off}"
         ran.append(path.stem)
     print(f"{len(ran)} ran, largest error {worst:.1e}; not calibrated: {', '.join(others)}")
     assert len(ran) >= 102
