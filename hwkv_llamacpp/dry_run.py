@@ -88,6 +88,15 @@ def breakdown(log):
     return {name: {part: int(mib) * MIB for part, mib in zip(("model", "context", "compute"), parts)} for name, *parts in rows}
 
 
+def buffers(log):
+    """The same of a process that did not end cleanly, from what its log says of each buffer: {buffer type: as above}, to 0.01 MiB."""
+    parts, found = {"model": "model", "KV": "context", "RS": "context", "output": "context", "compute": "compute"}, {}
+    for name, part, mib in re.findall(rf"(\S+)\s+({'|'.join(parts)}) buffer size {SIZE}", log):
+        sizes = found.setdefault(name, dict.fromkeys(("model", "context", "compute"), 0))
+        sizes[parts[part]] += round(float(mib) * MIB)
+    return found
+
+
 def _child(context):
     """In the process of its own: makes model and context, and returns what `run` returns."""
     before = psutil.Process().memory_info().rss

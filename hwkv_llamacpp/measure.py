@@ -166,6 +166,8 @@ class _Case:
 
     def _request(self):
         row, server, n_predict = self.row, self.server, self.settings.n_predict
+        if row.arm != "upstream":
+            self._props()
         row.phase, self.phase_start = "prefill", len(server.log())
         last = None
         with self._deadline():
@@ -181,12 +183,14 @@ class _Case:
         if not timings or (row.n_prefill, row.n_cached, row.n_decode) != (len(prompt), 0, n_predict):
             raise HwkvError(f"{len(prompt)} prompt tokens and {n_predict} generated ones expected, llama-server reports "
                             f"{row.n_prefill} (and {row.n_cached} from a cache) and {row.n_decode}")
-        if row.arm != "upstream":
-            hwkv = server.props().get("hwkv", {})
-            if hwkv.get("active"):
-                row.kv_bytes, row.kv_bytes_source = hwkv["kv_bytes"], "props"
-                if row.policy_fingerprint != hwkv["fingerprint"]:
-                    raise HwkvError(f"the server runs policy {hwkv['fingerprint']}, {row.policy_fingerprint} expected")
+
+    def _props(self):
+        """What a grouped cache holds, to the byte; asked before the prompt, which the server may not survive."""
+        row, hwkv = self.row, self.server.props().get("hwkv", {})
+        if hwkv.get("active"):
+            row.kv_bytes, row.kv_bytes_source = hwkv["kv_bytes"], "props"
+            if row.policy_fingerprint != hwkv["fingerprint"]:
+                raise HwkvError(f"the server runs policy {hwkv['fingerprint']}, {row.policy_fingerprint} expected")
 
     @contextlib.contextmanager
     def _deadline(self):
@@ -230,15 +234,15 @@ class _Case:
                 break
 
     def _allocations(self):
-        """What the runtime said of its buffers. The breakdown is printed at a clean end only."""
+        """What the runtime said of its buffers. It prints its breakdown at a clean end only."""
         row, log = self.row, self.server.log()
         sizes = [round(float(mib) * MIB) for mib in re.findall(r"llama_kv_cache: size =\s+([\d.]+) MiB", log)]
         if sizes:
-            if row.kv_bytes is None:
+            if row.kv_bytes is None and not (row.policy and row.phase == "start"):  # some windows' caches may be there, and others not
                 row.kv_bytes, row.kv_bytes_source = sizes[0], "log"  # the model's own windows come after
-            row.kv_other_bytes = max(0, sum(sizes) - row.kv_bytes) if len(sizes) > 1 else 0
+            row.kv_other_bytes = max(0, sum(sizes) - row.kv_bytes) if row.kv_bytes and len(sizes) > 1 else 0
             row.recurrent_bytes = sum(round(float(mib) * MIB) for mib in re.findall(r"llama_memory_recurrent: size =\s+([\d.]+) MiB", log))
-        row.breakdown = dry_run.breakdown(log) or None
+        row.breakdown = dry_run.breakdown(log) or dry_run.buffers(log) or None
 
 
 def prompt_tokens(server, n):

@@ -6,6 +6,7 @@ the GGUF's header, and compute buffers are not known. Every answer says which nu
 """
 
 import tempfile
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -119,13 +120,11 @@ class Planner:
                 by_device[at[layer]] = by_device.get(at[layer], 0) + n_bytes
             group_devices.append(by_device)
         own = [layer.layer for layer in self.geometry.layers if layer.kind == "swa" and layer.layer in at]
-        for layer in own:
-            add(at[layer], "own windows", sliding // len(own))
-        for device in at.values() if other else ():
-            add(device, "other KV", other // len(at))
-        recurrent = {int(layer): device for layer, device in found["recurrent_devices"].items()}
-        for device in recurrent.values():
-            add(device, "recurrent", found["recurrent"] // len(recurrent))
+        # these are told as a sum, and each layer has an equal part
+        for part, n_bytes, places in (("own windows", sliding, [at[layer] for layer in own]), ("other KV", other, list(at.values())),
+                                      ("recurrent", found["recurrent"], list(found["recurrent_devices"].values()))):
+            for device, n_layers in Counter(places).items() if n_bytes else ():
+                add(device, part, n_bytes * n_layers // len(places))
         for part in ("compute", "output"):
             for device, n_bytes in found[part].items():
                 add(device, part, n_bytes)

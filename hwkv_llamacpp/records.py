@@ -70,7 +70,8 @@ class Row:
     kv_bytes_source: str | None = None  # "props" (exact) or "log" (to 0.01 MiB)
     kv_other_bytes: int | None = None  # allocated by the model's own sliding-window layers
     recurrent_bytes: int | None = None
-    breakdown: dict | None = None      # llama.cpp's own: {device: {model, context, compute}}, whole MiB as bytes
+    breakdown: dict | None = None      # llama.cpp's own: {device: {model, context, compute}}, whole MiB as bytes; of a killed process
+                                       # {buffer type: ...}, what it had allocated
     predicted_kv_bytes: int | None = None
     predicted_peak_bytes: int | None = None
     predicted_parts: dict | None = None

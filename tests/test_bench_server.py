@@ -10,6 +10,7 @@ import pytest
 
 from hwkv_llamacpp import HwkvError, ModelGeometry, Policy, handmade, measure, memory_limit, native, records
 from hwkv_llamacpp.comparison import same_kv
+from hwkv_llamacpp.footprint import predict
 
 MIB = 2**20
 N_CTX = 6144
@@ -95,7 +96,7 @@ def case(mini_hybrid, policy_path):
 
 
 @pytest.mark.parametrize("n_ctx, limit, phase", [(65536, 24, "start"), (32768, 36, "prefill")])
-def test_the_kernels_limit_is_out_of_memory(case, n_ctx, limit, phase):
+def test_the_kernels_limit_is_out_of_memory(case, mini_hybrid, policy_path, n_ctx, limit, phase):
     """At 65,536 tokens KV alone is above the limit. At 32,768 the server starts, and the buffers that a long prompt touches do not fit."""
     arm = measure.Arm("full") if phase == "start" else None
     row = case(n_ctx, arm, memory_limit_bytes=limit * MIB)
@@ -104,6 +105,12 @@ def test_the_kernels_limit_is_out_of_memory(case, n_ctx, limit, phase):
     assert (row.status, row.phase, row.exit_code) == ("out of memory", phase, -9)
     assert row.cause == "killed by the kernel: the control group's limit"
     assert row.log_tail and row.rss_peak_bytes <= (limit + 24) * MIB  # library pages are not charged
+    # of what is killed, too, the row tells what had been allocated
+    assert row.breakdown["CPU"]["model"] > 3 * MIB
+    if phase == "prefill":
+        predicted = predict(ModelGeometry.from_gguf(mini_hybrid), Policy.load(policy_path), n_ctx, n_ubatch=128)
+        assert (row.kv_bytes, row.kv_bytes_source) == (predicted.kv_bytes, "props")
+        assert row.breakdown["CPU"]["context"] == pytest.approx(row.kv_bytes + row.recurrent_bytes, abs=0.1 * MIB)
 
 
 def test_an_address_space_limit_makes_allocations_fail(case, monkeypatch):
