@@ -15,6 +15,7 @@ import argparse
 import datetime
 import hashlib
 import json
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).parent / "results"
 SINKS = 4
 N_UBATCH = 64  # each window allocates a micro-batch more than it keeps
-
+COMPARED, AT_KL = ("SeqCalib", f"SeqCalib, {SINKS} sinks", f"LeastKL, {SINKS} sinks"), 0.015  # what they keep at this KL
 
 COLORS = {"one window": "#b9c2cc", f"StreamingLLM, {SINKS} sinks": "#8a96a3", f"random, {SINKS} sinks": "#c9b458", f"DuoAttention's form, {SINKS} sinks": "#45aab0",
           "SeqCalib": "#7a5ba6", f"SeqCalib, {SINKS} sinks": "#2f73a8", f"LeastKL, {SINKS} sinks": "#d9822b",
@@ -60,7 +61,7 @@ SUBJECTS = {
     "mini-hybrid": Subject(ROOT / "tests" / "data" / "mini-hybrid-f16.gguf", 2048, (64, 128, 256, 512, 1024),
                            {0: (0.97, 0.98, 0.985, 0.99, 0.994, 0.996), SINKS: (0.97, 0.98, 0.985, 0.99, 0.994, 0.996)},
                            ROOT / "policies" / "mini-hybrid" / "trace.txt", (0.2, 0.3, 0.4, 0.5, 0.6, 0.75), (0.2, 0.3, 0.4, 0.5, 0.6, 0.75), 512),
-    "smollm2": Subject(testmodels.smollm2, 4096, (64, 128, 256, 512, 1024, 2048), {0: (0.9, 0.95, 0.98, 0.99), SINKS: (0.95, 0.97, 0.98, 0.99, 0.995)},
+    "smollm2": Subject(testmodels.smollm2, 4096, (64, 128, 256, 512, 1024, 2048), {0: (0.9, 0.95, 0.98, 0.99, 0.995), SINKS: (0.95, 0.97, 0.98, 0.99, 0.995)},
                        shares=(0.2, 0.3, 0.4, 0.5), probe_tokens=512),
     # three KV heads in all: there is little to choose from, and without sinks every head is full from a threshold of 0.9 on
     "gemma3": Subject(testmodels.gemma3, 4096, (64, 128, 256, 512, 1024, 2048), {0: (0.6, 0.8), SINKS: (0.9, 0.95, 0.98, 0.99)},
@@ -155,6 +156,20 @@ def print_table(name, rows):
     for r in rows:
         table.add_row(r["arm"], r["setting"], f"{r['retention']:.3f}", f"{r['kv_bytes'] / 2**20:.2f}", f"{r['kl']:.5f}", f"{r['top1']:.3f}")
     Console(width=120).print(table)
+    kept = {name: at_kl(rows, name) for name in COMPARED}
+    if all(kept.values()):
+        first, second, third = kept.values()
+        print(f"At a KL of {AT_KL}: " + ", ".join(f"{name} {share:.3f}" for name, share in kept.items())
+              + f" of the cells; {second / first:.2f} of the first, and {third / second:.2f} of that again")
+
+
+def at_kl(rows, name):
+    """Share of cells that an arm keeps at AT_KL, between its points on a line in log KL; None where no two points lie around it."""
+    points = sorted((r["retention"], r["kl"]) for r in rows if r["arm"] == name and r["type_kv"] == "f16")
+    for (r0, k0), (r1, k1) in zip(points, points[1:]):
+        if k0 >= AT_KL >= k1 > 0:
+            return r0 + (r1 - r0) * math.log(k0 / AT_KL) / math.log(k0 / k1)
+    return None
 
 
 def plot(name, rows):

@@ -42,7 +42,7 @@ def replacing(path, overwrite=False, link_to=None):
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-        os.replace(partial, path)
+        _take_name(partial, path, overwrite)
         _sync_folder(path.parent)
     except OSError as error:
         raise _write_error(path, error) from None
@@ -74,9 +74,20 @@ def _write_error(path, error):
     return HwkvError(f"{path}: cannot write: {error.strerror or error}")
 
 
+def _take_name(partial, path, overwrite):
+    if not overwrite:  # nor what another process has written since
+        try:
+            return os.link(partial, path)
+        except FileExistsError:
+            raise HwkvError(f"{path}: exists already; --force replaces it") from None
+        except OSError:
+            pass  # not every file system can link
+    os.replace(partial, path)
+
+
 def _link(source, target):
     try:
-        os.link(source, target)
+        os.link(os.path.realpath(source), target)  # of a symbolic link, the file
     except OSError:
         return False
     return True

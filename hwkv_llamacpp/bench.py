@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from . import boundary, dry_run, machine, native, records, sampler, sizes
+from . import boundary, dry_run, machine, native, options, records, sampler, sizes
 from .embed import read_policy
 from .errors import HwkvError
 from .geometry import ModelGeometry
@@ -50,19 +50,19 @@ def add_arguments(parser):
         add("--memory-limit", type=sizes.parse, metavar="SIZE",
             help="limit of the server process, such as 3GiB: a control group where one can be made, else of its address space")
         if kind == "capacity":
-            add("--highest", type=int, default=HIGHEST_CTX, metavar="N", help="context that the search stays below (default: %(default)s)")
-            add("--grid", type=int, default=boundary.GRID, metavar="N", help="step of the search in tokens (default: %(default)s)")
+            add("--highest", type=options.count, default=HIGHEST_CTX, metavar="N", help="largest context to try (default: %(default)s)")
+            add("--grid", type=options.count, default=boundary.GRID, metavar="N", help="step of the search in tokens (default: %(default)s)")
         else:
-            add("-c", "--ctx-size", type=_contexts, required=True, metavar="N,...", help="contexts")
-            add("-r", "--repetitions", type=int, default=3, metavar="N", help="repetitions of every case (default: %(default)s)")
-        add("-n", "--n-predict", type=int, default=64, metavar="N", help="tokens to generate, at the end of the context (default: 64)")
-        add("-t", "--threads", type=int, metavar="N", help="threads (default: llama.cpp's)")
+            add("-c", "--ctx-size", type=options.listed(options.tokens), required=True, metavar="N,...", help="contexts")
+            add("-r", "--repetitions", type=options.count, default=3, metavar="N", help="repetitions of every case (default: %(default)s)")
+        add("-n", "--n-predict", type=options.count, default=64, metavar="N", help="tokens to generate, at the end of the context (default: 64)")
+        add("-t", "--threads", type=options.count, metavar="N", help="threads (default: llama.cpp's)")
         add("-lm", "--load-mode", choices=("none", "mmap"), default="none",
             help="how weights are loaded; mapped ones are file pages, which the kernel takes back under pressure (default: none)")
-        add("--timeout", type=float, default=3600, metavar="S", help="seconds until a request counts as hung (default: %(default)s)")
-        add("--start-timeout", type=float, default=600, metavar="S", help="seconds until a start counts as hung (default: %(default)s)")
+        add("--timeout", type=options.seconds, default=3600, metavar="S", help="seconds until a request counts as hung (default: %(default)s)")
+        add("--start-timeout", type=options.seconds, default=600, metavar="S", help="seconds until a start counts as hung (default: %(default)s)")
         add("--logs", type=Path, metavar="DIR", help="keep the servers' logs here")
-        add_context_arguments(command, n_ctx=False)
+        add_context_arguments(command)
 
 
 def run(args):
@@ -79,11 +79,10 @@ class Bench:
     def __init__(self, args):
         self.view, self.output, self.logs = args.kind, args.output, args.logs
         self.kind = "capacity" if self.view == "capacity" else "grid"
-        if args.flash_attn != "on":
-            raise HwkvError("measurements are made with FlashAttention on")
-        for name in ("repetitions", "grid", "highest"):
-            if getattr(args, name, None) is not None and getattr(args, name) < 1:
-                raise HwkvError(f"--{name} is {getattr(args, name)}, 1 or more expected")
+        if args.policy and "policy" not in args.arms:
+            raise HwkvError(f"--policy {args.policy[0]} is given, but --arms has no policy")
+        if self.logs:
+            self._make_folder(self.logs)
         self.geometry = ModelGeometry.from_gguf(args.model)
         self.planner = Planner(args.model)
         self.settings = Settings(args.model, args.n_predict, args.batch_size, args.ubatch_size, args.threads, args.gpu_layers,
@@ -150,8 +149,8 @@ class Bench:
             self._check_context(n_ctx)
         cases = []
         for round_ in range(repetitions):
-            for n_ctx in contexts:
-                turn = (round_ + len(cases)) % len(self.arms)
+            for i, n_ctx in enumerate(contexts):
+                turn = (round_ + i) % len(self.arms)
                 cases += [(arm, n_ctx, round_) for arm in self.arms[turn:] + self.arms[:turn]]
         for arm in self.arms:
             self._measure_process(arm)
@@ -172,10 +171,12 @@ class Bench:
                             f"{first.status} in {first.phase}, {first.cause}")
 
     def capacity(self, grid, highest):
-        searches, found = {}, {}
+        searches, found, least = {}, {}, self.settings.n_predict + 1
+        if -(-least // grid) > highest // grid:
+            raise HwkvError(f"--highest is {highest}: no multiple of --grid {grid} from {least} up to it")
         for arm in self.arms:
             self._measure_process(arm)
-            searches[arm] = boundary.scan(highest, self._guess(arm, grid, highest), grid)
+            searches[arm] = boundary.scan(highest, self._guess(arm, grid, highest), grid, self.settings.n_predict + 1)
         waiting = {arm: next(search) for arm, search in searches.items()}
         while waiting:
             for arm in list(waiting):  # one case of each arm in turn
@@ -212,7 +213,6 @@ class Bench:
         plan = self._plan(arm, n_ctx) if self.planner.dry else None
         log = None
         if self.logs:
-            self.logs.mkdir(parents=True, exist_ok=True)
             log = self.logs / f"{self.kind}-{arm.name}-{n_ctx}-{(step or 'round').replace(' ', '-')}-{round_}.log"
         row = measure(self.kind, arm, n_ctx, self.settings, self.geometry, round_=round_, step=step, gpus=self.gpus, plan=plan,
                       log_path=log)
@@ -259,6 +259,13 @@ class Bench:
                       "is told otherwise with --override-kv; memory and speed are right, the text that comes out is not")
 
     @staticmethod
+    def _make_folder(path):
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise HwkvError(f"{path}: cannot write: {error.strerror}") from None
+
+    @staticmethod
     def _say(text):
         tqdm.write(text, file=sys.stderr)
 
@@ -269,10 +276,3 @@ def _arms(text):
         if name not in ARMS:
             raise argparse.ArgumentTypeError(f"{name[:40]!r} is not an arm: {', '.join(ARMS)} expected")
     return list(dict.fromkeys(names))
-
-
-def _contexts(text):
-    parts = text.split(",")
-    if not all(part.isascii() and part.isdigit() and 1 <= int(part[:12]) < 2**31 for part in parts):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a list of contexts such as 2048,8192")
-    return list(dict.fromkeys(map(int, parts)))

@@ -19,14 +19,14 @@ class Boundary:
     note: str
 
 
-def scan(highest, guess, grid=GRID):
+def scan(highest, guess, grid=GRID, lowest=1):
     """A generator: yields (n_ctx, step, round) to try, wants the status of each sent back, and returns a Boundary.
 
-    highest, guess: n_ctx; the guess is where the search starts.
+    highest, lowest: the n_ctx to stay within, with a multiple of the grid between them; guess: where the search starts.
     """
-    highest = max(1, highest // grid)
-    low, high = 0, highest + 1  # in grid steps: the last that fits and the first that does not, as far as known
-    failed = False
+    least, most = -(-lowest // grid), highest // grid
+    low, high = least - 1, most + 1  # in grid steps: the last that fits and the first that does not, as far as known
+    fits = failed = False
 
     def attempt(n):
         for round_ in range(2):
@@ -35,23 +35,23 @@ def scan(highest, guess, grid=GRID):
                 break
         return status
 
-    n, stride = min(max(1, guess // grid), highest), 1
+    n, stride = min(max(least, guess // grid), most), 1
     while high - low > 1:
         status = yield from attempt(n)
         if status == OK:
-            low = n
+            low, fits = n, True
         elif status == OUT_OF_MEMORY:
             high, failed = n, True
         else:
-            return Boundary(low * grid or None, high * grid if failed else None, False,
+            return Boundary(low * grid if fits else None, high * grid if failed else None, False,
                             f"no boundary: at {n * grid:,} tokens the server ended otherwise, twice ({status})")
-        if low and failed:
+        if fits and failed:
             n = (low + high) // 2
         else:
-            n = min(low + stride, highest) if low else max(high - stride, 1)
+            n = min(low + stride, most) if fits else max(high - stride, least)
             stride *= 2
-    if not low:
-        return Boundary(None, grid, False, f"not even {grid:,} tokens fit")
+    if not fits:
+        return Boundary(None, high * grid, False, f"not even {high * grid:,} tokens fit")
     if not failed:
         return Boundary(low * grid, None, False, f"no failure up to {low * grid:,} tokens, the highest tried")
 

@@ -1,15 +1,12 @@
 """`hwkv calibrate`: finds a policy for a GGUF. Trace, scores, records, selection, pictures."""
 
-import hashlib
 import json
 import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tqdm import tqdm
-
-from . import leastkl, pareto, selection, seqcalib, sizes, trace as traces
+from . import digest, leastkl, pareto, selection, seqcalib, sizes, trace as traces
 from .atomic import check_target
 from .budget import Budget
 from .calibration_run import TAUS, Record, Settings, check_model
@@ -17,6 +14,7 @@ from .errors import HwkvError
 from .footprint import CACHE_TYPES
 from .geometry import ModelGeometry
 from .heatmap import plot
+from .options import count, from_zero, listed, share, threshold
 from .runtime import Model, RuntimeOptions
 
 BUDGET = 0.70  # the paper's policy of Qwen3.6-27B keeps 0.69
@@ -54,6 +52,10 @@ def find(model_path, geometry, folder, *, method, text, held_out_text, n_tokens,
         raise HwkvError("of a retention budget, a budget in bytes and a tau at most one can select")
     if method not in METHODS:
         raise HwkvError(f"no method is called {method!r}; there are {', '.join(METHODS)}")
+    if held_out_text and not text:
+        raise HwkvError("held-out text without text to calibrate on: the default trace has its own")
+    if method == "seqcalib" and settings.probe_tokens is not None:
+        raise HwkvError("probe tokens are what the method leastkl measures sensitivities on; seqcalib has none")
     n_ctx = n_ctx or geometry.n_ctx_train
     if method == "leastkl":
         if tau is not None:
@@ -74,7 +76,7 @@ def find(model_path, geometry, folder, *, method, text, held_out_text, n_tokens,
         else:
             trace = traces.default(model, n_tokens, settings.seed)
         return METHODS[method](model, geometry, trace, folder, settings, lengths=(n_ctx, geometry.n_ctx_train),
-                               model_sha256=_sha256(model_path, progress), progress=progress)
+                               model_sha256=digest.of_model(model_path, progress), progress=progress)
 
 
 def select(records, geometry, options, *, budget=None, budget_bytes=None, tau=None, n_ctx=0):
@@ -105,38 +107,38 @@ def add_arguments(parser):
     parser.add_argument("model", type=Path, metavar="MODEL", help="GGUF file, as it will be served")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="POLICY.json", help="file to write the selected policy to")
     parser.add_argument("--force", action="store_true", help="replace a policy file that exists")
-    parser.add_argument("--run", dest="folder", type=Path, metavar="DIR", help="folder that keeps the run: scores, records, pictures (default: OUTPUT without .json, and .calib)")
+    parser.add_argument("--run", dest="folder", type=Path, metavar="DIR", help="folder that keeps the run: scores, records, pictures (default: OUTPUT, with .calib for .json)")
     parser.add_argument("--json", action="store_true", help="print the records as JSON")
 
     group = parser.add_argument_group("selection (default: --budget 0.7)").add_mutually_exclusive_group()
-    group.add_argument("--budget", type=_share, metavar="SHARE", help="least distortion among the policies that keep at most this share of the KV cells")
+    group.add_argument("--budget", type=share, metavar="SHARE", help="least distortion among the policies that keep at most this share of the KV cells")
     group.add_argument("--budget-bytes", type=sizes.parse, metavar="N", help="the same in bytes of allocated KV cache, such as 4GiB or 500MiB")
-    group.add_argument("--tau", type=_threshold, metavar="T", help="the policy of this threshold; without --taus, the only one calibrated")
-    parser.add_argument("-c", "--ctx-size", type=_count, default=0, metavar="N", help="context that the budget is meant for (default: the trained one)")
+    group.add_argument("--tau", type=threshold, metavar="T", help="the policy of this threshold; without --taus, the only one calibrated")
+    parser.add_argument("-c", "--ctx-size", type=count, default=0, metavar="N", help="context that the budget is meant for (default: the trained one)")
 
     group = parser.add_argument_group("calibration")
     group.add_argument("--method", choices=METHODS, default="seqcalib", help="default: %(default)s")
-    group.add_argument("--taus", type=_list(_threshold), metavar="T,...", help=f"thresholds of seqcalib (default: {','.join(f'{t:g}' for t in TAUS)})")
-    group.add_argument("--sink", type=_from_zero, action="append", metavar="N",
+    group.add_argument("--taus", type=listed(threshold), metavar="T,...", help=f"thresholds of seqcalib (default: {','.join(f'{t:g}' for t in TAUS)})")
+    group.add_argument("--sink", type=from_zero, action="append", metavar="N",
                        help=f"first tokens that every window sees, may be given again to calibrate several numbers (default: {SINK}; the paper: 0)")
-    group.add_argument("--windows", type=_list(_count), metavar="N,...",
+    group.add_argument("--windows", type=listed(count), metavar="N,...",
                        help="candidate windows in tokens (default: powers of two from 256 to half of the trace, less the sinks)")
     group.add_argument("--text", type=Path, action="append", default=[], metavar="FILE", help="text to calibrate on, may be given again (default: a mix that ships)")
     group.add_argument("--held-out-text", type=Path, action="append", default=[], metavar="FILE", help="text to measure on (default: the end of --text)")
-    group.add_argument("--trace-tokens", type=_count, default=4096, metavar="N", help="length of each of up to three traces (default: %(default)s)")
-    group.add_argument("--queries", type=_count, default=128, metavar="N", help="queries that are scored in each trace (default: %(default)s)")
-    group.add_argument("--probe-tokens", type=_count, metavar="N",
+    group.add_argument("--trace-tokens", type=count, default=4096, metavar="N", help="length of each of up to three traces (default: %(default)s)")
+    group.add_argument("--queries", type=count, default=128, metavar="N", help="queries that are scored in each trace (default: %(default)s)")
+    group.add_argument("--probe-tokens", type=count, metavar="N",
                        help="of each trace, on which leastkl measures how much each KV head matters; few are quick, but do not show what far"
                             " tokens are for (default: all)")
-    group.add_argument("--seed", type=_from_zero, default=0, metavar="N", help="of the choice of texts and queries (default: %(default)s)")
+    group.add_argument("--seed", type=from_zero, default=0, metavar="N", help="of the choice of texts and queries (default: %(default)s)")
 
     group = parser.add_argument_group("runtime, as the model will be served")
-    group.add_argument("-ub", "--ubatch-size", type=_count, default=512, metavar="N", help="physical batch size (default: %(default)s)")
+    group.add_argument("-ub", "--ubatch-size", type=count, default=512, metavar="N", help="physical batch size (default: %(default)s)")
     for letter in "kv":
         group.add_argument(f"-ct{letter}", f"--cache-type-{letter}", choices=CACHE_TYPES, default="f16", metavar="TYPE",
                            help=f"{letter.upper()} cache type: {', '.join(CACHE_TYPES)} (default: %(default)s)")
     group.add_argument("-ngl", "--gpu-layers", "--n-gpu-layers", dest="n_gpu_layers", type=int, metavar="N", help="layers on the GPU (default: llama.cpp's)")
-    group.add_argument("-t", "--threads", type=_count, metavar="N", help=f"CPU threads (default: {os.cpu_count()})")
+    group.add_argument("-t", "--threads", type=count, metavar="N", help=f"CPU threads (default: {os.cpu_count()})")
 
 
 def run(args):
@@ -144,7 +146,9 @@ def run(args):
     parent = args.output.parent
     if not os.access(parent, os.W_OK):  # said before hours of work, not after
         raise HwkvError(f"{args.output}: cannot write: {parent} {'is read-only' if parent.is_dir() else 'is no folder'}")
-    folder = args.folder or args.output.with_suffix(".calib")
+    folder = args.folder or args.output.with_name(f"{args.output.name.removesuffix('.json')}.calib")
+    if folder.resolve() == args.output.resolve():
+        raise HwkvError(f"{args.output}: is the policy to write, and by --run the folder of the run, too: two names expected")
     if args.method != "seqcalib" and args.taus:
         raise HwkvError(f"--taus are thresholds of the method seqcalib, not of {args.method}")
     taus = args.taus or ((args.tau,) if args.tau is not None else TAUS)
@@ -160,19 +164,18 @@ def run(args):
         records = find(args.model, geometry, folder, method=args.method, text=args.text, held_out_text=args.held_out_text,
                        n_tokens=args.trace_tokens, settings=settings, options=options, progress=sys.stderr.isatty() or not args.json, **limits)
     except KeyboardInterrupt:
-        print("\nstopped; the same command goes on from here", file=sys.stderr)
-        raise
+        raise KeyboardInterrupt("stopped; the same command goes on from here") from None
     try:
         selected = select(records, geometry, options, **limits)
     except HwkvError:
         if not args.json:
             pareto.print_table(records)  # what there is to choose from
         raise
+    selected.policy.save(args.output, overwrite=args.force)
     pareto.plot(records, folder / "pareto.png", selected, title=geometry.name)
     for record in records:
         plot(record.policy, folder / f"policy-{record.file_stem}.png", geometry, overwrite=True,
              title=f"{geometry.name}, {record.setting}" + f", n_sink {record.n_sink}" * (record.n_sink > 0))
-    selected.policy.save(args.output, overwrite=args.force)
     if args.json:
         print(json.dumps({"selected": {"tau": selected.tau, "budget": selected.budget, "n_sink": selected.n_sink}, "policy": str(args.output),
                           "run": str(folder), "records": [json.loads(record.to_json()) for record in records]}, indent=2, ensure_ascii=False))
@@ -180,55 +183,3 @@ def run(args):
     pareto.print_table(records, selected)
     print(f"wrote {args.output} ({selected.setting}: {selected.policy.summary(geometry)})")
     print(f"scores, records and pictures are in {folder}")
-
-
-def _sha256(path, progress):
-    """Of the model file."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file, tqdm(total=os.path.getsize(path), unit="B", unit_scale=True, desc="hash", delay=2, disable=not progress) as bar:
-        while block := file.read(1 << 24):
-            digest.update(block)
-            bar.update(len(block))
-    return digest.hexdigest()
-
-
-# option values
-
-def _error(text, expected):
-    import argparse
-
-    return argparse.ArgumentTypeError(f"{text[:40]!r} is not {expected}")
-
-
-def _share(text):
-    return _number(text, "a share above 0 and up to 1")
-
-
-def _threshold(text):
-    return _number(text, "a threshold above 0 and up to 1")
-
-
-def _number(text, expected):
-    try:
-        value = float(text)
-    except ValueError:
-        raise _error(text, expected) from None
-    if not 0 < value <= 1:
-        raise _error(text, expected)
-    return value
-
-
-def _count(text):
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:20]) < 2**31):
-        raise _error(text, f"a number from 1 to {2**31 - 1}")
-    return int(text)
-
-
-def _from_zero(text):
-    if not (text.isascii() and text.isdigit() and int(text[:20]) < 2**31):
-        raise _error(text, f"a number from 0 to {2**31 - 1}")
-    return int(text)
-
-
-def _list(item):
-    return lambda text: [item(part) for part in text.split(",")]

@@ -170,7 +170,7 @@ class CalibrationRun:
         """
         setting = {"tau": tau} if budget is None else {"budget": budget.describe()}
         policy = Policy({layer.layer: row for layer, row in zip(self.layers, rows)}, n_sink, model=self.geometry.describe(),
-                        provenance={**self.identity, **setting})
+                        provenance={**self.identity, "windows": self.windows[n_sink], **setting})
         retention = {n: round(policy.retention(n, self.geometry), 6) for n in lengths}
         path = self.folder / "records" / (f"sink{n_sink}-tau{tau}.json" if budget is None else f"sink{n_sink}-{budget.name}.json")
         if path.exists():

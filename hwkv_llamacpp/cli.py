@@ -10,14 +10,15 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from . import __version__, sizes
+from . import __version__, options, sizes
 from .errors import HwkvError
+from .names import as_text
 
 MIB = 2**20
 
 
 def main(argv=None):
-    """Runs one command. Returns its exit code: 0, 1 failed, 2 bad usage, 130 interrupted."""
+    """Runs one command. Returns its exit code: 0, 1 failed, 130 interrupted. SystemExit(2) is bad usage."""
     argv = sys.argv[1:] if argv is None else list(argv)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)  # so that half-written files are removed
@@ -31,14 +32,17 @@ def main(argv=None):
     except HwkvError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
+        print(f"\n{interrupt}" if interrupt.args else "\ninterrupted; no file was left half written", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `hwkv info MODEL | head`
         _close_stdout()
         return 1
-    except OSError as error:  # of stdout: files are read and written under sentences of their own
-        _close_stdout()
-        print(f"error: cannot print: {error.strerror}", file=sys.stderr)
+    except OSError as error:
+        if error.filename is None:  # of stdout
+            _close_stdout()
+        what = "cannot print" if error.filename is None else as_text(os.fsdecode(error.filename))
+        print(f"error: {what}: {error.strerror}", file=sys.stderr)
         return 1
 
 
@@ -135,7 +139,7 @@ def _add_policy_commands(policies):
                    " hwkv calibrate --method leastkl measured it.",
                    "hwkv policy make duo model.gguf --run policy.calib --window 252 --sink 4 --retention 0.5 -c 8192 -o duo.json")
     command.add_argument("--run", dest="folder", type=Path, required=True, metavar="DIR", help="run folder of hwkv calibrate --method leastkl")
-    command.add_argument("--window", type=_tokens, required=True, metavar="N", help="window of the other heads, a candidate of the run")
+    command.add_argument("--window", type=options.tokens, required=True, metavar="N", help="window of the other heads, a candidate of the run")
     _budget_flags(command, command.add_mutually_exclusive_group(required=True))
     _sink_flag(command, 4)
 
@@ -144,7 +148,7 @@ def _add_policy_commands(policies):
                    " among the windows that still fit, and again upwards, until none can take its next longer window.",
                    "hwkv policy make random model.gguf --windows 256,1024,full --seed 1 -o policy.json")
     command.add_argument("--windows", type=_row, required=True, metavar="ROW", help='windows to draw from, as "256,1024,full"')
-    command.add_argument("--seed", type=_number(0, "a seed"), default=0, metavar="N",
+    command.add_argument("--seed", type=options.whole(0, "a seed"), default=0, metavar="N",
                          help="the same seed draws the same (default: %(default)s)")
     _sink_flag(command, 0)
     _budget_flags(command, command.add_mutually_exclusive_group())
@@ -175,7 +179,7 @@ def _add_policy_commands(policies):
                    "Exit code 0 if it fits, 1 with the reason if not.", "hwkv policy check model.gguf policy.json -c 32768")
     command.add_argument("model", type=Path, metavar="MODEL", help="GGUF file")
     command.add_argument("policy", type=Path, metavar="POLICY", help="policy JSON, or a GGUF that carries one")
-    command.add_argument("-c", "--ctx-size", type=_tokens, default=0, metavar="N",
+    command.add_argument("-c", "--ctx-size", type=options.tokens, default=0, metavar="N",
                          help="context to predict KV bytes for, with F16 K and V and one sequence (default: the trained one)")
     _json_flag(command)
 
@@ -411,13 +415,13 @@ def _json_flag(command):
 
 
 def _sink_flag(command, default):
-    command.add_argument("--sink", type=_number(0, "a number of tokens"), default=default, metavar="N",
+    command.add_argument("--sink", type=options.whole(0, "a number of tokens"), default=default, metavar="N",
                          help="first tokens that every KV head keeps, too (default: %(default)s)")
 
 
 def _window_flags(command):
     group = command.add_mutually_exclusive_group(required=True)
-    group.add_argument("--window", type=_tokens, metavar="N", help="tokens that every KV head keeps")
+    group.add_argument("--window", type=options.tokens, metavar="N", help="tokens that every KV head keeps")
     _budget_flags(command, group)
 
 
@@ -425,7 +429,7 @@ def _budget_flags(command, group):
     group.add_argument("--retention", type=float, metavar="R",
                        help="share of the cells to keep at the context of -c, 0 to 1: as much as fits")
     group.add_argument("--budget-bytes", type=sizes.parse, metavar="SIZE", help="KV memory to allocate there, such as 1.5GiB or 300MiB")
-    command.add_argument("-c", "--ctx-size", type=_tokens, metavar="N",
+    command.add_argument("-c", "--ctx-size", type=options.tokens, metavar="N",
                          help="context of --retention or --budget-bytes, with F16 K and V and one sequence (default: the trained one)")
 
 
@@ -459,21 +463,6 @@ def _of_window(args, geometry, make):
 
     budget = _budget(args, geometry)
     return make(args.window) if budget is None else handmade.largest(geometry, budget, make)
-
-
-def _number(low, what):
-    def parse(text):
-        from .policy import MAX_WINDOW
-
-        if not (text.isascii() and text.isdigit() and len(text) <= 20 and low <= int(text) <= MAX_WINDOW):
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {what} from {low} to {MAX_WINDOW}")
-        return int(text)
-
-    return parse
-
-
-_tokens = _number(1, "a number of tokens")
-
 
 
 def _row(text):

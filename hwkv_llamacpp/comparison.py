@@ -7,7 +7,7 @@ context is the median over repetitions; a ratio is the median over repetitions o
 import html
 import statistics
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from . import figures, sizes
@@ -15,6 +15,7 @@ from .errors import HwkvError
 from .policy import Policy
 
 MIB = 2**20
+NEEDED = ("build_pair", "kv_layers", "machine", "model", "model_bytes", "model_sha256", "n_ctx_train", "settings")  # in every row
 VIEWS = {"memory": "Memory", "throughput": "Throughput", "capacity": "Capacity"}
 
 
@@ -43,13 +44,14 @@ class Table:
     def print(self):
         from rich import box
         from rich.console import Console
+        from rich.markup import escape
         from rich.table import Table as RichTable
 
-        table = RichTable(title=self.title, box=box.SIMPLE_HEAD, pad_edge=False)
+        table = RichTable(title=escape(self.title), box=box.SIMPLE_HEAD, pad_edge=False)
         for i, name in enumerate(self.columns):
-            table.add_column(name, justify="left" if i == 0 else "right")
+            table.add_column(escape(name), justify="left" if i == 0 else "right")
         for row in self.rows:
-            table.add_row(*row)
+            table.add_row(*map(escape, row))  # a file's name may hold brackets
         console = Console(highlight=False, **({} if sys.stdout.isatty() else {"width": 200}))
         console.print(table)
         for note in self.notes:
@@ -144,14 +146,13 @@ class Section:
         counts = sorted({row.peak_counts for row in self.rows if row.peak_counts})
         table = Table(f"Peak memory in MiB ({'; '.join(counts)})", ["context, arm", "peak", "all repetitions", self._of_reference,
                                                                     "KV allocated", "KV predicted", "peak predicted", "off by"])
-        worst, n, wrong_kv = 0, 0, 0
+        worst, ran = 0, []
         for n_ctx, arm in ((n_ctx, arm) for n_ctx in self.contexts for arm in self.arms):
             rows = self.ok(arm, n_ctx)
             if not self.of(arm, n_ctx):
                 continue
+            ran += rows
             for row in rows:
-                n += 1
-                wrong_kv += not same_kv(row)
                 if row.predicted_peak_bytes and row.peak_bytes:
                     worst = max(worst, abs(row.predicted_peak_bytes / row.peak_bytes - 1))
             peak, predicted = self.median(arm, n_ctx, "peak_bytes"), self.median(arm, n_ctx, "predicted_peak_bytes")
@@ -160,8 +161,7 @@ class Section:
                 share(self.ratio(arm, n_ctx, "peak_bytes")), mib(self.median(arm, n_ctx, "kv_bytes")),
                 mib(self.median(arm, n_ctx, "predicted_kv_bytes")), mib(predicted),
                 f"{predicted / peak - 1:+.1%}" if predicted and peak else "-"])
-        table.notes.append(f"Predicted KV bytes are the allocated ones in {n - wrong_kv} of {n} cases."
-                           + (f" The predicted peak is at most {worst:.1%} off the measured one." if worst else ""))
+        table.notes.append(kv_note(ran) + (f" The predicted peak is at most {worst:.1%} off the measured one." if worst else ""))
         return [table]
 
     def _throughput(self):
@@ -180,7 +180,7 @@ class Section:
 
     def _capacity(self):
         table = Table("Largest context", ["arm", "last success", "first failure", "confirmed", "failure", "charged, MiB",
-                                          f"gain over {self.reference}", "ideal, all bytes", "ideal, KV alone", "share of the ideals"])
+                                          f"gain over {self.reference or 'upstream'}", "ideal, all bytes", "ideal, KV alone", "share of the ideals"])
         found = {arm: Pair(self, arm) for arm in self.arms}
         base = found.get(self.reference)
         for arm, pair in found.items():
@@ -195,6 +195,7 @@ class Section:
         if any(pair.charged for pair in found.values()):
             table.notes.append("Charged is the most that the kernel counted against the limit at the last success; that includes the page cache "
                                "of files that the server read.")
+        table.notes.append(kv_note([row for row in self.rows if row.kv_bytes]))
         off = [f"{arm} {pair.at_boundary.predicted_peak_bytes / pair.at_boundary.peak_bytes - 1:+.1%}"
                for arm, pair in found.items() if pair.at_boundary]
         if off:
@@ -225,8 +226,10 @@ class Pair:
         self.rows = [row for row in section.rows if row.arm == arm]
         good = [row for row in self.rows if row.step == "last success"]
         bad = [row for row in self.rows if row.step == "first failure"]
-        self.last_success = good[0].n_ctx if good else max((row.n_ctx for row in self.rows if row.status == "ok"), default=None)
-        self.first_failure = bad[0].n_ctx if bad else min((row.n_ctx for row in self.rows if row.status == "out of memory"), default=None)
+        # a search that was repeated on a finer grid leaves several pairs: the narrowest counts
+        self.last_success = max((row.n_ctx for row in good or self.rows if good or row.status == "ok"), default=None)
+        self.first_failure = min((row.n_ctx for row in bad or self.rows if bad or row.status == "out of memory"), default=None)
+        good, bad = ([row for row in rows if row.n_ctx == n_ctx] for rows, n_ctx in ((good, self.last_success), (bad, self.first_failure)))
         n_good, n_bad = sum(row.status == "ok" for row in good), sum(row.status == "out of memory" for row in bad)
         self.is_confirmed = n_good == n_bad == 3
         self.confirmed = "yes" if self.is_confirmed else f"no: {n_good} of 3 ran, {n_bad} of 3 ran out" if good or bad else "no: not repeated"
@@ -267,12 +270,19 @@ def ideal_kv(base, pair):
 
 def make_sections(rows):
     """Sections in the order memory, throughput, capacity; rows of a run's preparation are left out. Of a case that was tried again, the
-    last row counts."""
+    last row counts. Policies that were measured under one file name get their fingerprints into their arms' names."""
     sets = {}
     for row in {row.key: row for row in rows}.values():
         if row.step != "process":
+            if missing := [name for name in NEEDED if getattr(row, name) is None]:
+                raise HwkvError(f"the row of {row.arm} at {row.n_ctx:,} tokens cannot be compared: key '{missing[0]}' is missing")
             key = (row.kind, str(row.machine), row.build_pair, row.model_sha256, str(row.settings), row.memory_limit_bytes)
             sets.setdefault(key, []).append(row)
+    for key, held in sets.items():
+        policies = {}
+        for row in held:
+            policies.setdefault(row.arm, set()).add(row.policy_fingerprint)
+        sets[key] = [replace(row, arm=f"{row.arm} {row.policy_fingerprint[:8]}") if len(policies[row.arm]) > 1 else row for row in held]
     views = {"grid": ("memory", "throughput"), "capacity": ("capacity",)}
     for kind in {key[0] for key in sets} - set(views):
         raise HwkvError(f"rows of the unknown kind {kind!r}")
@@ -296,6 +306,10 @@ def same_kv(row):
     if row.kv_bytes is None or row.predicted_kv_bytes is None:
         return False
     return abs(row.kv_bytes - row.predicted_kv_bytes) <= (0 if row.kv_bytes_source == "props" else 0.006 * MIB)
+
+
+def kv_note(rows):
+    return f"Predicted KV bytes are the allocated ones in {sum(map(same_kv, rows))} of {len(rows)} cases."
 
 
 def mib(n_bytes):

@@ -6,7 +6,6 @@ start and the padding before the data can differ. The file is never held in memo
 """
 
 import errno
-import json
 import os
 import struct
 from contextlib import ExitStack, suppress
@@ -19,7 +18,7 @@ from .atomic import check_target, replacing
 from .errors import HwkvError
 from .geometry import ModelGeometry
 from .gguf_file import MAGIC, SHARD_NAME, GGUFFile, open_first_shard, shard_name
-from .policy import Policy, to_line
+from .policy import Policy, parse_json, to_line
 
 # The same names stand in native/src/llama-hwkv-policy.cpp; a test compares them.
 PREFIX = "hwkv."
@@ -68,7 +67,7 @@ def embed(model_path, policy, out_path, *, force=False, link_shards=False, progr
         total = sum(shard.size for shard in (first, *others))
         bar = stack.enter_context(tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc=targets[0].name,
                                        disable=None if progress and total > PROGRESS_BYTES else True, leave=False))
-        new = [target for target in targets if not target.exists()]
+        new = [target for target in targets if not target.exists()] if others else []  # a single file is there whole or not at all
         try:
             with ExitStack() as complete:  # every shard is written before one takes its name
                 out = complete.enter_context(replacing(targets[0], force))
@@ -144,9 +143,11 @@ def _decode(file):
     if version != VERSION:
         raise HwkvError(f"{file.path}: key '{KEY_VERSION}' is {version}, {VERSION} expected")
     layers, counts, windows = (_read(file, key, list) for key in (KEY_LAYERS, KEY_HEAD_COUNTS, KEY_WINDOWS))
-    if len(counts) != len(layers) or sum(counts) != len(windows) or any(n < 1 for n in counts):
+    if len(counts) != len(layers) or sum(counts) != len(windows):
         raise HwkvError(f"{file.path}: key '{KEY_HEAD_COUNTS}' has {len(counts)} counts that sum to {sum(counts)},"
                         f" {len(layers)} that sum to {len(windows)} expected")
+    if any(n < 1 for n in counts):
+        raise HwkvError(f"{file.path}: key '{KEY_HEAD_COUNTS}' holds {min(counts)}, at least 1 expected")
     if len(set(layers)) != len(layers):
         raise HwkvError(f"{file.path}: key '{KEY_LAYERS}' lists a layer twice")
     n_sink = _read(file, KEY_N_SINK, int) if KEY_N_SINK in file.fields else 0
@@ -175,10 +176,9 @@ def _read_json(file, key):
     value = file.get(key)
     if value is None:
         return None
-    try:
-        return json.loads(value)
-    except (TypeError, ValueError):
-        raise HwkvError(f"{file.path}: key '{key}' does not hold JSON") from None
+    if not isinstance(value, str):
+        raise HwkvError(f"{file.path}: key '{key}' is of another type, a string expected")
+    return parse_json(value, f"{file.path}: key '{key}'")
 
 
 def _scalar(key, value):

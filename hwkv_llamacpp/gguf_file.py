@@ -254,6 +254,8 @@ def shard_paths(file):
     llama.cpp's naming is required: PREFIX-00001-of-0000N.gguf.
     """
     count = file.get("split.count", 0)
+    if type(count) is not int:
+        raise HwkvError(f"{file.path}: key 'split.count' is {str(count)[:40]!r}, a number expected")
     if count < 2:
         return [file.path]
     match = SHARD_NAME.match(file.path.name)

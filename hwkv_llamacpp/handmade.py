@@ -152,9 +152,9 @@ def _configurable(geometry):
 
 
 def _policy(geometry, rows, provenance, n_sink=0):
-    policy = Policy(rows, model=geometry.describe(), provenance={**provenance, "made_by": "hand"})
-    policy.check(geometry)  # before the sinks: a policy may be made, shown and counted that the runtime does not keep yet
-    return replace(policy, n_sink=n_sink)
+    policy = Policy(rows, n_sink, geometry.describe(), {**provenance, "made_by": "hand"})
+    policy.check(geometry)
+    return policy
 
 
 def _check_lengths(geometry, rows, source):
@@ -188,14 +188,20 @@ def _read(path):
 
 def _read_csv(path):
     rows = []
-    for number, cells in enumerate(csv.reader(_read(path).splitlines()), 1):
+    reader = csv.reader(_read(path).splitlines())
+    while True:
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return rows
+        except csv.Error as error:
+            raise HwkvError(f"{path}: line {reader.line_num}: {error}") from None
         if not cells or not "".join(cells).strip() or cells[0].lstrip().startswith("#"):
             continue
         try:
             rows.append([parse_window(cell) for cell in cells])
         except ValueError as error:
-            raise HwkvError(f"{path}: line {number}: {error}") from None
-    return rows
+            raise HwkvError(f"{path}: line {reader.line_num}: {error}") from None
 
 
 def _read_json(path):

@@ -81,7 +81,7 @@ def draw(policy, geometry=None, title=None):
     for spine in axes.spines.values():
         spine.set_visible(False)
     if title:
-        figure.suptitle(title, color=INK, fontsize=10)
+        figure.suptitle(title.replace("$", r"\$"), color=INK, fontsize=10)
 
     if patches:
         legend = figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=8,

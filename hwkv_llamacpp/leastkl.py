@@ -43,6 +43,9 @@ def expected_losses(folder, geometry, n_sink):
     for needed in (*paths, path):
         if not needed.exists():
             raise HwkvError(f"{folder}: no finished run of hwkv calibrate --method leastkl with --sink {n_sink}: {needed.name} is missing")
+    made_for = read(Path(folder) / "run.json", lambda data: data["model_fingerprint"])
+    if made_for != geometry.fingerprint:
+        raise HwkvError(f"{folder}: a run of another model: its model_fingerprint is {made_for}, {geometry.fingerprint} expected ({geometry.name})")
     windows = read(path, lambda data: data["windows"])
     errors = read(path, lambda data: _errors(data, layers, windows))[0]
     held = {layer.layer: read(p, lambda data: _sensitivity(data, layer))[0] for layer, p in zip(layers, paths)}

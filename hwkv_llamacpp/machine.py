@@ -77,12 +77,3 @@ def _build(folder):
         if path.name == "llama-server" or re.match(r"lib(llama|ggml|mtmd)[\w-]*\.(so|dylib)$", path.name):
             found.update(path.name.encode() + b"\0" + path.read_bytes())
     return {"build": folder.name, "build_flags": [flag for flag in flags if "/" not in flag], "build_sha256": found.hexdigest()}
-
-
-@functools.cache
-def file_sha256(path):
-    found = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            found.update(block)
-    return found.hexdigest()

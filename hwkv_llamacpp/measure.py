@@ -18,7 +18,7 @@ from pathlib import Path
 
 import requests
 
-from . import dry_run, ending, machine, native
+from . import digest, dry_run, ending, machine, native
 from .demo import diary
 from .errors import HwkvError
 from .memory_limit import memory_group
@@ -100,8 +100,8 @@ def describe(kind, arm, n_ctx, settings, geometry, round_=0, step=None):
     row.commit, row.upstream_commit, row.machine = machine.commit(), machine.upstream_commit(), machine.machine()
     vars(row).update(machine.build(arm.upstream))
     row.build_pair = machine.build_pair()
-    row.model, row.model_bytes = as_text(settings.model.name), settings.model.stat().st_size
-    row.model_sha256, row.n_ctx_train = machine.file_sha256(settings.model), geometry.n_ctx_train
+    row.model, row.model_bytes = as_text(settings.model.name), sum(path.stat().st_size for path in digest.shards(settings.model))
+    row.model_sha256, row.n_ctx_train = digest.of_model(settings.model), geometry.n_ctx_train
     row.policy = as_text(arm.path.name) if policy else None
     row.policy_fingerprint = policy.fingerprint(geometry.n_layer) if policy else None
     row.n_sink = policy.n_sink if policy else 0

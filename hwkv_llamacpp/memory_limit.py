@@ -50,7 +50,6 @@ class ControlGroup(MemoryGroup):
         self.folder = folder
         self.kind = kind
         self.limit_bytes = limit_bytes
-        self._procs = os.open(folder / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
         if limit_bytes is not None:
             if kind == "cgroup v2":
                 (folder / "memory.max").write_text(str(limit_bytes))
@@ -61,6 +60,7 @@ class ControlGroup(MemoryGroup):
             for name, value in limits_with_swap:
                 with contextlib.suppress(OSError):  # a kernel that does not account for swap
                     (folder / name).write_text(str(value))
+        self._procs = os.open(folder / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
 
     def enter(self):
         os.write(self._procs, str(os.getpid()).encode())

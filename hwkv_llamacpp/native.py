@@ -27,6 +27,8 @@ def build_dir(upstream=False):
         folder = folder.parent
     if upstream:
         group = folder.parent
+        if "hwkv" not in group.name:
+            raise HwkvError(f"{folder}: where its unpatched build is cannot be told: a folder hwkv/{folder.name} expected, with upstream/{folder.name} beside it")
         folder = group.with_name(group.name.replace("hwkv", "upstream", 1)) / folder.name
     if not (folder / "bin").is_dir():
         what = f"HWKV_BUILD={named} holds no build" if named and not upstream else "the native build is missing"
@@ -92,10 +94,8 @@ def bind(lib):
     """Declares the functions of llama-hwkv.h on a ctypes library."""
     text = ctypes.c_char_p
     # int32_t llama_hwkv_register(const char * json, char * id, size_t n_id, char * err, size_t n_err);
-    # int32_t llama_hwkv_register_file(const char * path, char * id, size_t n_id, char * err, size_t n_err);
-    for function in (lib.llama_hwkv_register, lib.llama_hwkv_register_file):
-        function.argtypes = [text, text, ctypes.c_size_t, text, ctypes.c_size_t]
-        function.restype = ctypes.c_int32
+    lib.llama_hwkv_register.argtypes = [text, text, ctypes.c_size_t, text, ctypes.c_size_t]
+    lib.llama_hwkv_register.restype = ctypes.c_int32
     # bool llama_hwkv_active(const struct llama_context * ctx);
     lib.llama_hwkv_active.argtypes = [ctypes.c_void_p]
     lib.llama_hwkv_active.restype = ctypes.c_bool
@@ -117,19 +117,10 @@ def lib():
 
 def register(policy_json):
     """Keeps a policy (JSON text) for this process; returns "@<id>", a value for the kv override hwkv.policy."""
-    return _register(lib().llama_hwkv_register, policy_json.encode())
-
-
-def register_file(path):
-    """As `register`, for a policy JSON or a GGUF with an embedded policy; the path may have any length and bytes."""
-    return _register(lib().llama_hwkv_register_file, os.fsencode(path))
-
-
-def _register(function, argument):
-    if b"\0" in argument:
-        raise HwkvError("a policy's text or path holds a NUL character.")
+    if "\0" in policy_json:
+        raise HwkvError("a policy's text holds a NUL character.")
     name, error = ctypes.create_string_buffer(64), ctypes.create_string_buffer(1024)
-    if function(argument, name, len(name), error, len(error)) != 0:
+    if lib().llama_hwkv_register(policy_json.encode(), name, len(name), error, len(error)) != 0:
         raise HwkvError(error.value.decode(errors="replace"))
     return name.value.decode()
 

@@ -39,7 +39,7 @@ def plot(records, path, selected=None, title=None):
         axes.set_yscale("log")
     axes.set_xlabel(f"share of KV cells kept at {n:,} tokens", fontsize=9, color=INK)
     axes.set_ylabel("KL against full KV, nats")
-    axes.set_title(title or "", fontsize=9, color=INK)
+    axes.set_title((title or "").replace("$", r"\$"), fontsize=9, color=INK)
     data = io.BytesIO()
     figure.savefig(data, format="png", dpi=160, facecolor="white")
     with replacing(path, overwrite=True) as file:

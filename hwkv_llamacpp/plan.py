@@ -1,8 +1,6 @@
 """`hwkv plan`: what a server would take, by window and device, and the largest context that a memory size holds."""
 
-import argparse
 import json
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +8,11 @@ from pathlib import Path
 from . import dry_run, native, sizes
 from .embed import chosen_policy
 from .footprint import CACHE_TYPES, CELL_PAD
+from .options import count
 from .planner import HOST, MIB, PARTS, Planner, largest_context
-from .serve import ENVIRONMENT
+from .serve import ENVIRONMENT, policy_choice
 
 CHECKPOINTS, PROMPT_CACHE_BYTES = 32, 8192 * MIB  # llama-server's defaults for --ctx-checkpoints and --cache-ram
-
 
 
 def add_arguments(parser):
@@ -28,22 +26,22 @@ def add_arguments(parser):
     parser.add_argument("--memory", type=lambda text: [sizes.parse(part) for part in text.split(",")], metavar="SIZE[,SIZE...]",
                         help="memory of each device, or of the process where there is no GPU, such as 24GiB")
     parser.add_argument("-md", "--model-draft", type=Path, metavar="DRAFT", help="draft model: its server memory is added, with full KV")
+    parser.add_argument("-c", "--ctx-size", type=count, default=0, metavar="N", help="context (default: the trained one)")
     add_context_arguments(parser)
-    parser.add_argument("-np", "--parallel", type=_count, default=1, metavar="N", help="slots (default: 1)")
+    parser.add_argument("-fa", "--flash-attn", choices=("on", "off"), default="on", help="FlashAttention (default: on)")
+    parser.add_argument("-np", "--parallel", type=count, default=1, metavar="N", help="slots (default: 1)")
     parser.add_argument("--kv-unified", action="store_true", help="one buffer for all slots")
     parser.add_argument("--formulas", action="store_true", help="no dry run, even where the native build is there")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def add_context_arguments(parser, n_ctx=True):
-    if n_ctx:
-        parser.add_argument("-c", "--ctx-size", type=_count, default=0, metavar="N", help="context (default: the trained one)")
-    parser.add_argument("-b", "--batch-size", type=_count, default=2048, metavar="N", help="logical batch (default: 2048)")
-    parser.add_argument("-ub", "--ubatch-size", type=_count, default=512, metavar="N", help="physical batch (default: 512)")
+def add_context_arguments(parser):
+    """Of batch, offloading and cache types, which `hwkv bench` has, too."""
+    parser.add_argument("-b", "--batch-size", type=count, default=2048, metavar="N", help="logical batch (default: 2048)")
+    parser.add_argument("-ub", "--ubatch-size", type=count, default=512, metavar="N", help="physical batch (default: 512)")
     parser.add_argument("-ngl", "--gpu-layers", "--n-gpu-layers", type=int, default=None, metavar="N", help="layers on the GPU (default: llama.cpp's)")
     parser.add_argument("-ctk", "--cache-type-k", choices=CACHE_TYPES, default="f16", help="type of K (default: f16)")
     parser.add_argument("-ctv", "--cache-type-v", choices=CACHE_TYPES, default="f16", help="type of V (default: f16)")
-    parser.add_argument("-fa", "--flash-attn", choices=("on", "off"), default="on", help="FlashAttention (default: on)")
 
 
 def run(args):
@@ -51,7 +49,7 @@ def run(args):
 
     planner = Planner(args.model, False if args.formulas else None)
     geometry = planner.geometry
-    choice = args.policy or os.environ.get(ENVIRONMENT)
+    choice = policy_choice(args.policy)
     policy = chosen_policy(args.model, choice)
     context = dry_run.Context(str(args.model), "off", args.ctx_size or geometry.n_ctx_train, args.batch_size, args.ubatch_size,
                               args.parallel, args.kv_unified, args.gpu_layers, args.flash_attn, args.cache_type_k, args.cache_type_v)
@@ -96,7 +94,7 @@ def with_draft(plan, draft):
     for name, parts in draft.devices.items():
         own = sum(n_bytes for part, n_bytes in parts.items() if part != "process")
         devices.setdefault(name, {})["draft model"] = own
-    return replace(plan, devices=devices)
+    return replace(plan, devices=devices, unknown=tuple(dict.fromkeys(plan.unknown + draft.unknown)))
 
 
 def show(console, geometry, plans):
@@ -170,10 +168,3 @@ def _table(title):
 
 def _same_device(name, device):
     return name == device or device == "host" and name in HOST
-
-
-def _count(text):
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:12]) < 2**31):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number from 1 to {2**31 - 1}")
-    return int(text)
-

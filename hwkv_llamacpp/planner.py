@@ -17,7 +17,7 @@ from .geometry import ARCHITECTURES, PARALLEL, ModelGeometry
 from .gguf_file import GGUFFile, open_first_shard
 
 MIB = 2**20
-PARTS = ("weights", "KV", "own windows", "other KV", "recurrent", "compute", "output", "process")
+PARTS = ("weights", "KV", "own windows", "other KV", "recurrent", "compute", "output", "process", "draft model")
 HOST = ("Host", "CPU", "CPU_REPACK")  # buffer types in the machine's own memory
 SERVER_BYTES = 12 * MIB  # what llama-server itself holds at work: threads, request, sampler; 10 to 13 MiB on SmolLM2 and Gemma 3 270M
 
@@ -216,7 +216,7 @@ def largest_context(plan_at, limits, step, high):
         plans[n] = plan_at(n * step)
         return excess(plans[n], limits)
 
-    low, high = 1, high // step
+    low, high = 1, max(1, high // step)
     over_low = over(low)
     if over_low > 0:
         return None

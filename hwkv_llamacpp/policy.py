@@ -79,7 +79,7 @@ class Policy:
     @classmethod
     def from_json(cls, text, source="policy"):
         """Parses and checks a policy's text. `source` is the file that messages name."""
-        data = _parse(text, source)
+        data = parse_json(text, source)
         if not isinstance(data, dict):
             raise HwkvError(f"{source}: holds {_show(data)}, a JSON object expected")
         _known_keys(source, data, TOP_KEYS, required=("format", "version", "layers"))
@@ -206,7 +206,7 @@ def to_line(value):
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
-def _parse(text, source):
+def parse_json(text, source):
     def pairs(items):
         result = {}
         for key, value in items:
@@ -225,7 +225,7 @@ def _parse(text, source):
     except json.JSONDecodeError as error:
         raise HwkvError(f"{source}: not JSON: {error.msg} at line {error.lineno} column {error.colno}") from None
     except RecursionError:
-        raise HwkvError(f"{source}: not a policy: its JSON is nested too deeply") from None
+        raise HwkvError(f"{source}: its JSON is nested too deeply") from None
     except UnicodeEncodeError:
         raise HwkvError(f"{source}: not JSON: it has a text with half a surrogate pair") from None
     except ValueError as error:  # more digits than Python converts, or a float that is infinite

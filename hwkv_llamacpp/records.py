@@ -16,7 +16,6 @@ from .errors import HwkvError
 VERSION = 1
 STATUSES = ("ok", "out of memory", "timeout", "failed")
 RESULTS = STATUSES[:2]  # the others say nothing of the case, and are tried again
-PHASES = ("start", "prefill", "decode", "end")
 
 # llama-server's timings -> ours
 TIMINGS = {"prompt_n": "n_prefill", "cache_n": "n_cached", "predicted_n": "n_decode", "prompt_ms": "prefill_ms",
@@ -130,7 +129,9 @@ def append(path, row):
             size = os.fstat(fd).st_size
             if size and os.pread(fd, 1, size - 1) != b"\n":
                 line = "\n" + line  # after a line without its end
-            os.write(fd, line.encode())
+            data = line.encode()
+            if os.write(fd, data) != len(data):
+                raise HwkvError(f"{path}: cannot write: the row was cut short; is the disk full?")
             os.fsync(fd)
         finally:
             os.close(fd)

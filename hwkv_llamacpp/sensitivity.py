@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .errors import HwkvError
-from .layerwise import END, START, Layerwise
+from .layerwise import START, Layerwise
 
 PROBE = 32  # tokens: the window that the measured head gets
 
@@ -26,8 +26,9 @@ class Sensitivity:
     @property
     def weights(self):
         """Divergence per squared error [n_head_kv]: the geometric mean of the head's own and its layer's, because one head's is noisy."""
-        own = np.divide(self.kl, self.error, out=np.zeros_like(self.kl), where=self.error > 0)
-        layer = self.kl.sum() / self.error.sum() if self.error.sum() > 0 else 0.0
+        kl = np.maximum(self.kl, 0)  # one that is zero may be rounded to less
+        own = np.divide(kl, self.error, out=np.zeros_like(kl), where=self.error > 0)
+        layer = kl.sum() / self.error.sum() if self.error.sum() > 0 else 0.0
         return np.sqrt(own * layer)
 
     def to_dict(self):

@@ -40,14 +40,24 @@ def run(args):
     given = {word.split("=")[0] for word in args.flags}
     if "--hwkv-policy" in given:
         raise HwkvError("give the policy as --policy, before the --")
+    if wrong := given & {"-m", "--model", "-mu", "--model-url", "-hf", "-hfr", "--hf-repo"}:
+        raise HwkvError(f"{min(wrong)}: give the model as MODEL, before the --")
     program = native.binary("llama-server")
-    choice = args.policy or os.environ.get(ENVIRONMENT)
+    choice = policy_choice(args.policy)
     line, slots = describe(args.model, choice), []
     if not given & {"-np", "--parallel"} and "LLAMA_ARG_N_PARALLEL" not in os.environ:
         slots = ["-np", "1"]
         line += "; 1 slot (for more, give -np N after --)"
     print(line, file=sys.stderr, flush=True)
     os.execv(program, [str(program), "-m", args.model, "--hwkv-policy", choice or "embedded", *slots, *args.flags])
+
+
+def policy_choice(given):
+    """--policy, or else the environment's. HwkvError for a pipe, which only one of us and the program that follows could read."""
+    choice = given or os.environ.get(ENVIRONMENT)
+    if choice and choice not in ("embedded", "off") and os.path.exists(choice) and not os.path.isfile(choice):
+        raise HwkvError(f"{choice}: not a regular file: the policy is read twice, so a file expected")
+    return choice
 
 
 def describe(model, choice):

@@ -5,7 +5,6 @@ SmolLM2-135M-Instruct is Apache-2.0; Gemma 3 270M is under the Gemma terms. Neit
 
 import fcntl
 import hashlib
-import os
 import struct
 import subprocess
 import sys

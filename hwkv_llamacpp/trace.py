@@ -52,8 +52,9 @@ def default(model, n_tokens, seed=0):
     def sequences(prose, technical):
         texts = [[path.read_text(encoding="utf-8") for path in paths] for paths in (prose, technical)]
         first, second = (model.tokenize("\n\n".join(order)) for order in (texts[0] + texts[1], texts[1] + texts[0]))
-        if len(first) + 1 < n_tokens:
-            raise HwkvError(f"the default trace has {len(first) + 1} tokens in this model's vocabulary, {n_tokens} are asked for:"
+        n_tokens_there = min(len(first), len(second)) + len(_start(model))
+        if n_tokens_there < n_tokens:
+            raise HwkvError(f"the default trace has {n_tokens_there} tokens in this model's vocabulary, {n_tokens} are asked for:"
                             " give text of your own with --text, or a lower --trace-tokens")
         return _cut(model, [first, second, retrieval(model, texts[0] + texts[1], n_tokens, rng)], n_tokens)
 
@@ -119,11 +120,15 @@ def sample_positions(sequences, n_queries, seed):
     return result
 
 
-def _cut(model, sequences, n_tokens):
-    """n_tokens of each, the start token first where the model wants one."""
+def _start(model):
+    """The start token, where the model wants one."""
     llama_cpp = native.load()
-    start = [llama_cpp.llama_vocab_bos(model.vocab)] if llama_cpp.llama_vocab_get_add_bos(model.vocab) else []
-    return tuple(np.concatenate([start, sequence])[:n_tokens].astype(np.int32) for sequence in sequences)
+    return [llama_cpp.llama_vocab_bos(model.vocab)] if llama_cpp.llama_vocab_get_add_bos(model.vocab) else []
+
+
+def _cut(model, sequences, n_tokens):
+    """n_tokens of each, the start token first."""
+    return tuple(np.concatenate([_start(model), sequence])[:n_tokens].astype(np.int32) for sequence in sequences)
 
 
 def _read(model, paths):

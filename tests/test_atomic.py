@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hwkv_llamacpp import atomic
+from hwkv_llamacpp import HwkvError, atomic
 from hwkv_llamacpp.atomic import replacing
 
 WRITER = """
@@ -65,3 +65,34 @@ def test_files_and_links_being_written_stay(tmp_path, monkeypatch):
     assert names(tmp_path) == ["a", "b", "c", "shard"]
     assert os.path.samefile(tmp_path / "b", tmp_path / "shard")
     assert [(tmp_path / name).read_bytes() for name in "ac"] == [b"a", b"c"]
+
+
+def test_a_file_that_appears_meanwhile_is_not_replaced(tmp_path):
+    path = tmp_path / "policy.json"
+    with pytest.raises(HwkvError, match=f"{path}: exists already; --force replaces it"), replacing(path) as file:
+        file.write(b"ours")
+        path.write_bytes(b"theirs")
+    assert path.read_bytes() == b"theirs" and names(tmp_path) == ["policy.json"]
+    with replacing(path, overwrite=True) as file:
+        file.write(b"ours")
+    assert path.read_bytes() == b"ours"
+
+
+def test_without_hard_links_a_file_takes_its_name_all_the_same(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "link", refuse)
+    write(tmp_path / "1")
+    assert names(tmp_path) == ["1"] and (tmp_path / "1").read_bytes() == b"whole"
+
+
+def test_a_link_to_a_symbolic_link_is_one_to_its_file(tmp_path):
+    """Model caches keep symbolic links, relative ones."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "deep" / "snapshot").mkdir(parents=True)
+    write(tmp_path / "blobs" / "x")
+    (tmp_path / "deep" / "snapshot" / "m.gguf").symlink_to("../../blobs/x")
+    with replacing(tmp_path / "linked", link_to=tmp_path / "deep" / "snapshot" / "m.gguf") as file:
+        assert file is None
+    assert not (tmp_path / "linked").is_symlink() and (tmp_path / "linked").samefile(tmp_path / "blobs" / "x")

@@ -157,6 +157,23 @@ def test_rows_come_back_as_written(tmp_path):
     assert records.read(path) == [row, dataclasses.replace(row, round=1)]
 
 
+def test_a_row_that_does_not_fit_on_the_disk_is_an_error(tmp_path):
+    """A write that the system cuts short, here at a file size limit."""
+    script = f"""
+import resource, signal
+from hwkv_llamacpp import HwkvError, records
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+try:
+    records.append({str(tmp_path / "rows.jsonl")!r}, records.Row("grid", "full", 2048, status="ok", cause="x" * 200))
+except HwkvError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == f"{tmp_path / 'rows.jsonl'}: cannot write: the row was cut short; is the disk full?\n", done.stderr
+    assert records.read(tmp_path / "rows.jsonl") == []
+
+
 @pytest.mark.parametrize("left", [b'{"kind": "grid", "arm": "full", "n_', b'{"ki', b"{", bytes(40)])  # NULs: the power failed
 def test_a_line_cut_short_is_left_out_and_not_glued_to_the_next(tmp_path, capsys, left):
     path = tmp_path / "rows.jsonl"
@@ -185,10 +202,10 @@ def test_foreign_rows_are_refused(tmp_path, line, message):
 
 # the search for a boundary
 
-def search(fits, highest=200_000, guess=8000, grid=1024):
+def search(fits, highest=200_000, guess=8000, grid=1024, lowest=1):
     """(Boundary, [(n_ctx, step, round) tried]); fits(n_ctx, step, round) -> status."""
     tried = []
-    scan = boundary.scan(highest, guess, grid)
+    scan = boundary.scan(highest, guess, grid, lowest)
     asked = next(scan)
     try:
         while True:
@@ -233,6 +250,14 @@ def test_no_boundary_in_reach(fits, note):
     assert (found.confirmed, found.note) == (False, note)
 
 
+def test_the_search_stays_in_its_range():
+    """From the least context that a prompt fits into to the highest asked for."""
+    for fits, note in ((lambda n, *_: "ok", "no failure up to 3,072 tokens, the highest tried"),
+                       (lambda n, *_: "out of memory", "not even 2,048 tokens fit")):
+        found, tried = search(fits, highest=4000, lowest=2000)
+        assert found.note == note and {n for n, *_ in tried} <= {2048, 3072}
+
+
 # the command
 
 def bench(hwkv, *words):
@@ -247,7 +272,7 @@ def test_a_grid_interleaves_its_arms_and_resumes(standin, hwkv, mini_hybrid, pol
     assert len(rows) == 12 and {row.status for row in rows} == {"ok"}
     assert [row.arm for row in rows[:3]] == ["upstream", "full", "windows"]
     assert all(sorted(row.arm for row in rows[i:i + 3]) == ["full", "upstream", "windows"] for i in range(0, 12, 3))
-    assert len({row.arm for row in rows[::3]}) > 1  # not always the same arm first
+    assert len({row.arm for row in rows[:6:3]}) == len({row.arm for row in rows[::6]}) == 2  # by context and by round another arm is first
     assert all(row.peak_bytes and row.samples and row.kv_bytes and row.machine and row.model_sha256 for row in rows)
     assert "--hwkv-policy" not in rows[0].arguments and "windows.json" in rows[2].arguments
     assert not any("/" in word for row in rows for word in row.arguments)  # no folders of this machine
@@ -336,7 +361,15 @@ def test_a_case_that_fails_makes_the_run_fail(standin, hwkv, mini_hybrid, tmp_pa
 @pytest.mark.parametrize("words, code, message", [
     (["memory", "MODEL", "--arms", "ours", "-c", 512], 2, "'ours' is not an arm: upstream, full, policy expected"),
     (["memory", "MODEL", "-c", 512], 1, "the arm 'policy' needs --policy: MODEL carries none"),
-    (["memory", "MODEL", "--arms", "full", "-c", "512,big"], 2, "'512,big' is not a list of contexts such as 2048,8192"),
+    (["memory", "MODEL", "--arms", "full", "-c", "512,big"], 2, "'big' is not a number of tokens from 1 to 2147483647"),
+    (["memory", "MODEL", "--arms", "full", "-c", "00000000000199999999999999"], 2, "is not a number of tokens from 1 to 2147483647"),
+    (["memory", "MODEL", "--arms", "full", "-c", 512, "-t", -3], 2, "'-3' is not a number from 1 to 2147483647"),
+    (["memory", "MODEL", "--arms", "full", "-c", 512, "--start-timeout", "inf"], 2, "'inf' is not a number of seconds above 0 and up to 2147483647"),
+    (["memory", "MODEL", "--arms", "full", "-c", 512, "--timeout", "nan"], 2, "'nan' is not a number of seconds above 0 and up to 2147483647"),
+    (["memory", "MODEL", "--arms", "full", "-c", 512, "--logs", "MODEL"], 1, "cannot write: File exists"),
+    (["memory", "MODEL", "--arms", "full", "--policy", "p.json", "-c", 512], 1, "--policy p.json is given, but --arms has no policy"),
+    (["capacity", "MODEL", "--arms", "full", "--memory-limit", "200MiB", "--highest", 500], 1,
+     "--highest is 500: no multiple of --grid 1024 from 5 up to it"),
     (["memory", "MODEL", "--arms", "full", "-c", 4], 1, "a context of 4 leaves no room for a prompt before 4 generated tokens"),
     (["memory", "MODEL", "--arms", "full", "-c", 512, "--memory-limit", "2MiB"], 1, "--memory-limit is 2 MiB, below the 3.1 MiB of the weights alone."),
     (["memory", "MODEL", "--arms", "full", "-c", 512, "--memory-limit", "lots"], 2, "'lots' is not a size such as 24GiB, 24GB or 300MiB"),
@@ -346,8 +379,7 @@ def test_a_case_that_fails_makes_the_run_fail(standin, hwkv, mini_hybrid, tmp_pa
      "on a CPU the capacity needs --memory-limit, such as 3GiB: without one the machine itself would run out."),
     (["memory", "no.gguf", "--arms", "full", "-c", 512], 1, "no.gguf: cannot read: No such file or directory"),
     (["memory", "MODEL", "--policy", "no.json", "-c", 512], 1, "no.json: cannot read: No such file or directory"),
-    (["memory", "MODEL", "--arms", "full", "-c", 512, "-r", 0], 1, "--repetitions is 0, 1 or more expected"),
-    (["memory", "MODEL", "--arms", "full", "-c", 512, "-fa", "off"], 1, "measurements are made with FlashAttention on"),
+    (["memory", "MODEL", "--arms", "full", "-c", 512, "-r", 0], 2, "'0' is not a number from 1 to 2147483647"),
 ])
 def test_bad_input_is_one_sentence(standin, hwkv, mini_hybrid, tmp_path, words, code, message):
     out = tmp_path / "run.jsonl"

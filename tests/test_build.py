@@ -280,3 +280,14 @@ def test_missing_build_names_the_command(monkeypatch, tmp_path):
     monkeypatch.setenv("HWKV_BUILD", str(tmp_path))
     with pytest.raises(HwkvError, match="holds no build: run .*build.sh"):
         native.library()
+
+
+def test_where_the_unpatched_build_cannot_be_is_said(monkeypatch, tmp_path):
+    """Rather than comparing a build with itself."""
+    for group in ("moved", "hwkv", "upstream"):
+        (tmp_path / group / "cpu" / "bin").mkdir(parents=True)
+    monkeypatch.setenv("HWKV_BUILD", str(tmp_path / "hwkv" / "cpu"))
+    assert native.build_dir(upstream=True) == tmp_path / "upstream" / "cpu"
+    monkeypatch.setenv("HWKV_BUILD", str(tmp_path / "moved" / "cpu"))
+    with pytest.raises(HwkvError, match="where its unpatched build is cannot be told"):
+        native.build_dir(upstream=True)

@@ -222,6 +222,9 @@ FAILURES = [
     ("policy make matrix M", 2, "the following arguments are required: --matrix"),
     ("policy make matrix M --matrix D/none.csv", 1, "error: D/none.csv: cannot read: No such file or directory"),
     ("policy make matrix M --matrix D", 1, "error: D: cannot read: Is a directory"),
+    ("policy make matrix M --matrix D/long.csv", 1, "error: D/long.csv: line 1: field larger than field limit (131072)"),
+    ("demo --output P/below", 1, "error: P/below: Not a directory"),
+    ("report D/none -o P", 1, "error: D/none: cannot read: no such file"),
     ("policy make pattern M", 1, "error: a pattern needs --pattern or --layer"),
     ("policy make pattern M --pattern full,x", 2, "argument --pattern: \"x\" is neither \"full\" nor a number of tokens"),
     ("policy make pattern M --pattern full", 1, "error: pattern: layer 0 gets 1 windows, the model has 2 KV heads there"),
@@ -253,6 +256,7 @@ FAILURES = [
 def test_failures(hwkv, model, saved, mini_hybrid, tmp_path, line, code, message):
     folder = tmp_path / "folder"
     folder.mkdir()
+    (folder / "long.csv").write_text("9" * 200_000)
     names = {"M": str(model), "P": str(saved), "H": str(mini_hybrid), "D": str(folder)}
     before = sorted(tmp_path.rglob("*"))
     words = [re.sub(r"^[MPHD](?=/|$)", lambda found: names[found[0]], word) for word in line.split()]
@@ -320,7 +324,7 @@ def test_output_onto_a_full_disk(hwkv_process, mini_hybrid):
 
 
 def test_interrupt_while_waiting_for_input(tmp_path):
-    """Ctrl-C is quiet wherever it comes: here while a policy is read from a pipe that never ends."""
+    """Ctrl-C ends with one sentence wherever it comes: here while a policy is read from a pipe that never ends."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     process = subprocess.Popen([sys.executable, "-m", "hwkv_llamacpp.cli", "policy", "show", str(pipe)],
@@ -329,7 +333,7 @@ def test_interrupt_while_waiting_for_input(tmp_path):
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err) == (130, b"", b"")
+    assert (process.returncode, out, err) == (130, b"", b"\ninterrupted; no file was left half written\n")
 
 
 def test_importing_does_nothing():

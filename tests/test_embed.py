@@ -16,7 +16,7 @@ import pytest
 from gguf import GGUFReader, GGUFValueType
 
 import hwkv_llamacpp.embed as embed_module
-from hwkv_llamacpp import HwkvError, ModelGeometry, Policy
+from hwkv_llamacpp import HwkvError, ModelGeometry, Policy, atomic
 from hwkv_llamacpp.embed import embed, read_policy
 from hwkv_llamacpp.gguf_file import GGUFFile
 from hwkv_llamacpp.handmade import uniform
@@ -279,15 +279,15 @@ def test_split_model_with_a_shard_missing_or_wrong(tmp_path):
 def test_split_model_interrupted_between_renames(tmp_path, monkeypatch):
     shards = make_split(tmp_path)
     before = contents(tmp_path)
-    replace, calls = os.replace, []
+    take_name, calls = atomic._take_name, []
 
     def interrupted(*arguments):
         calls.append(arguments)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        replace(*arguments)
+        take_name(*arguments)
 
-    monkeypatch.setattr(os, "replace", interrupted)
+    monkeypatch.setattr(atomic, "_take_name", interrupted)
     with pytest.raises(KeyboardInterrupt):
         embed(shards[0], Policy(ROWS), tmp_path / "new")
     assert contents(tmp_path) == before
@@ -359,7 +359,13 @@ DAMAGED_KEYS = [
     ({"hwkv.windows": [1, 0, 1, 1]}, 'embedded policy: window 1 of layer 0 is 0, "full" or 1 to 2147483647 tokens expected'),
     ({"hwkv.windows": ([1, -2, 1, 1], GGUFValueType.ARRAY, GGUFValueType.INT32)},
      'embedded policy: window 1 of layer 0 is -2, "full" or 1 to 2147483647 tokens expected'),
-    ({"hwkv.model": "{"}, "key 'hwkv.model' does not hold JSON"),
+    ({"hwkv.head_counts": [4, 0]}, "key 'hwkv.head_counts' holds 0, at least 1 expected"),
+    ({"hwkv.model": "{"}, "key 'hwkv.model': not JSON: Expecting property name enclosed in double quotes at line 1 column 2"),
+    ({"hwkv.model": 3}, "key 'hwkv.model' is of another type, a string expected"),
+    ({"hwkv.provenance": '{"x": NaN}'}, "key 'hwkv.provenance': not JSON: NaN is not a JSON value"),
+    ({"hwkv.provenance": '{"x": "\\ud800"}'}, "key 'hwkv.provenance': not JSON: it has a text with half a surrogate pair"),
+    ({"hwkv.provenance": "[" * 200_000}, "key 'hwkv.provenance': its JSON is nested too deeply"),
+    ({"split.count": "two"}, "key 'split.count' is 'two', a number expected"),
     ({"hwkv.provenance": "[]"}, "embedded policy: provenance is [], a dict expected"),
 ]
 
@@ -422,7 +428,7 @@ SLOW = textwrap.dedent("""
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted(model, policy, tmp_path, signum, code):
-    """A signal while tensor data is copied: quiet, the documented exit code, nothing left."""
+    """A signal while tensor data is copied: the documented exit code, nothing left, and a sentence for who pressed Ctrl-C."""
     os.truncate(model, 2**32)  # sparse: 64 chunks, each slowed down
     saved = tmp_path / "p.json"
     policy.save(saved)
@@ -440,7 +446,7 @@ def test_interrupted(model, policy, tmp_path, signum, code):
         stdout, stderr = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert (process.returncode, stdout, stderr) == (code, "", "")
+    assert (process.returncode, stdout, stderr) == (code, "", "\ninterrupted; no file was left half written\n" if code == 130 else "")
     assert out.read_text() == "old"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf", "out.gguf", "p.json"]
     assert model.stat().st_size == 2**32

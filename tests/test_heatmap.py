@@ -68,6 +68,12 @@ def test_short(window, text):
     assert short(window) == text
 
 
+def test_a_title_is_no_formula(tmp_path):
+    """The names of models may hold what TeX would read."""
+    plot(Policy({0: [1, None]}), tmp_path / "p.png", title=r"costs $\frac$ 5")
+    assert (tmp_path / "p.png").stat().st_size > 1000
+
+
 @pytest.mark.parametrize("name", ["p.svg", "p.PDF"])
 def test_other_formats(tmp_path, name):
     plot(Policy({0: [1, None]}), tmp_path / name)

@@ -91,6 +91,7 @@ def test_weights():
     found = Sensitivity(3, np.array([0.4, 0.1, 0.0]), np.array([0.1, 0.1, 0.05]))
     assert found.weights == pytest.approx([np.sqrt(4 * 2), np.sqrt(1 * 2), 0])
     assert (Sensitivity(3, np.zeros(2), np.zeros(2)).weights == 0).all()
+    assert (Sensitivity(3, np.array([-1e-17, 0.4]), np.array([0.1, 0.1])).weights == pytest.approx([0, np.sqrt(4 * 2)]))  # a rounded zero
     assert Sensitivity.from_dict(json.loads(json.dumps(found.to_dict()))).to_dict() == found.to_dict()
 
 
@@ -160,6 +161,15 @@ def test_duo_from_a_run(run, hwkv, geometry, tmp_path):
         assert code == 1 and message in err and not (tmp_path / "other.json").exists()
 
 
+def test_duo_refuses_a_run_of_another_model(run, hwkv, tmp_path):
+    other = tmp_path / "run"
+    shutil.copytree(run[0], other)
+    held = json.loads((other / "run.json").read_text())
+    (other / "run.json").write_text(json.dumps({**held, "model_fingerprint": "ab"}))
+    code, _, err = hwkv("policy", "make", "duo", MODEL, "--run", other, "--retention", 0.3, "-c", N, "--sink", 0, "--window", 16)
+    assert code == 1 and f"{other}: a run of another model: its model_fingerprint is ab" in err
+
+
 def test_another_method_needs_another_folder(run, model, geometry, trace):
     with pytest.raises(HwkvError, match="holds another calibration: its method is leastkl, now it is seqcalib"):
         seqcalib.calibrate(model, geometry, trace, run[0], settings(), progress=False)
@@ -170,6 +180,8 @@ def test_another_method_needs_another_folder(run, model, geometry, trace):
     ({"budget": 0.5, "budget_bytes": 5}, "at most one can select"),
     ({"settings": Settings(probe_tokens=64)}, "sensitivities are measured on 64 tokens of each trace, more than 64 expected"),
     ({"budget": 0.001}, "not even a window of 256 tokens for every KV head fits"),
+    ({"held_out_text": ["x.txt"]}, "held-out text without text to calibrate on"),
+    ({"method": "seqcalib", "settings": Settings(probe_tokens=256)}, "probe tokens are what the method leastkl measures"),
     ({"method": "best"}, "no method is called 'best'; there are seqcalib, leastkl"),
 ])
 def test_bad_input(arguments, message, tmp_path):

@@ -45,9 +45,14 @@ def model(random_models, name):
     return name if name in MADE else next(path for path in random_models if path.stem == name)
 
 
-def test_every_architecture_is_served_right_or_refused(random_models):
+def test_every_architecture_is_served_right_or_refused(random_models, capsys):
+    """Each without sinks, and with 1, 4 or 64 of them."""
     lines = run(native.binary("test-hwkv"), "archs", random_models[0].parent)
-    said = {line.split()[0]: line for line in lines[:-1]}
+    with capsys.disabled():
+        print("", *lines, sep="\n")
+    said = {}
+    for line in lines[:-1]:
+        said[line.split()[0]] = said.get(line.split()[0], "") + line
     assert set(said) == {path.stem for path in random_models} | set(MADE)
     assert not [line for line in said.values() if "ok:" not in line and "refused:" not in line]
     for name, why in REFUSED.items():
@@ -55,6 +60,8 @@ def test_every_architecture_is_served_right_or_refused(random_models):
     # the rest is served: a change that refuses what was served is no accident
     assert sum("ok:" in line for line in said.values()) >= 106
     assert all("ok:" in said[name] for name in MADE)
+    with_sinks = [re.findall(r"n_sink +(\d+)", line) for line in said.values() if "ok:" in line]
+    assert all(first == "0" and second != "0" for first, second in with_sinks) and {second for _, second in with_sinks} == {"1", "4", "64"}
 
 
 @pytest.mark.parametrize("name", WALKED + MADE)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import threading
+from dataclasses import replace
 
 import pytest
 from conftest import write_gguf
@@ -99,6 +100,19 @@ def test_bad_file_is_one_sentence(register, mini_hybrid, tmp_path, name, words):
     code, said = complete(mini_hybrid, "--hwkv-policy", tmp_path / name)
     assert code != 0
     assert sum(words in line for line in said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("model, said", [('{"architecture": "llama"}', 'model.architecture is "llama", but the model is "qwen35": a policy of another model'),
+                                         ('{"n_layer": 9}', "model.n_layer is 9, but the model has 8 layers: a policy of another model"),
+                                         ("{", "hwkv.model: not JSON"), ('{"colour": 1}', 'hwkv.model: model: unknown key "colour"')])
+def test_a_gguf_whose_policy_is_of_another_model(register, mini_hybrid, windows, tmp_path, model, said):
+    """As for a JSON, whatever the heads."""
+    carrier = tmp_path / "carrier.gguf"
+    embed(mini_hybrid, replace(Policy.load(windows), model=None), carrier)
+    other = tmp_path / "other.gguf"
+    _with_key(carrier, other, "hwkv.model", model)
+    code, log = complete(mini_hybrid, "--hwkv-policy", other)
+    assert code != 0 and said in log
 
 
 def test_path_that_is_not_utf8(register, mini_hybrid, windows):

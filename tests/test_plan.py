@@ -165,6 +165,7 @@ def test_the_largest_context_fits_and_the_next_does_not(limit):
 def test_the_largest_context_at_its_ends():
     assert largest_context(Line, [10**6], 256, 2**20) is None
     assert largest_context(Line, [10**12], 256, 2**20)[0] == 2**20
+    assert largest_context(Line, [10**12], 256, 128)[0] == 256  # never less than a step
 
 
 def test_limits_are_those_of_the_devices_that_fill_up():
@@ -225,7 +226,8 @@ def test_a_draft_model_is_part_of_the_total(built, hwkv, mini_hybrid):
     code, out, _ = hwkv("plan", mini_hybrid, "-c", 4096, "-md", mini_hybrid, "--json")
     both = json.loads(out)["plans"]["full KV"]
     draft = sum(n_bytes for part, n_bytes in alone["parts"].items() if part != "process")
-    assert both["devices"]["host"]["draft model"] == draft > alone["kv_bytes"]
+    assert both["devices"]["host"]["draft model"] == both["parts"]["draft model"] == draft > alone["kv_bytes"]
+    assert sum(both["parts"].values()) == both["total_bytes"]
     assert both["total_bytes"] - draft == pytest.approx(alone["total_bytes"], abs=2**20)
 
 

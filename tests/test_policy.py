@@ -82,7 +82,7 @@ BAD_JSON = [
     ("\ufeff{}", "P: not JSON: Unexpected UTF-8 BOM (decode using utf-8-sig) at line 1 column 1"),
     ("[1, 2]", "P: holds [1, 2], a JSON object expected"),
     ("null", "P: holds null, a JSON object expected"),
-    ("[" * 100_000, "P: not a policy: its JSON is nested too deeply"),
+    ("[" * 100_000, "P: its JSON is nested too deeply"),
     ('{"format": NaN}', "P: not JSON: NaN is not a JSON value"),
     ('{"version": 1e999}', "P: not JSON: a number is too large"),
     ('{"version": ' + "9" * 5000 + "}", "P: not JSON: a number is too large"),

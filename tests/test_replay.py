@@ -51,6 +51,7 @@ CASES = [  # n_token, n_query, n_gqa, windows, other arguments
     (211, 13, 3, [32, 64, 128], {"n_block": 1}),
     (211, 13, 6, [32, 64, 128], {"n_block": 7}),
     (211, 37, 8, [32, 64, 128], {"n_block": 32}),
+    *((97, 7, n_gqa, [5, 40], {}) for n_gqa in (4, 5, 7)),
     (101, 11, 2, [9], {"n_sink": 1}),
     (101, 11, 3, [1, 9, 50, 200], {"n_sink": 4}),
     (101, 11, 2, [9, 63, 64, 65], {"n_sink": 64, "n_block": 7}),  # more sinks than most windows have tokens

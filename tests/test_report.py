@@ -123,6 +123,36 @@ def test_a_policy_whose_every_head_has_a_window_has_no_ideal():
     assert comparison.make_sections(rows)[0].tables()[0].rows[1][8] == "-"
 
 
+def test_the_narrowest_of_several_pairs_counts():
+    """A search on a grid of 1,024 and, after it, one on a finer grid."""
+    finer = [row("capacity", "upstream", n, i, status, step=step) for i in range(3)
+             for n, status, step in ((10496, "ok", "last success"), (10752, "out of memory", "first failure"))]
+    for rows in (capacity_rows() + finer, finer + capacity_rows()):
+        (section,) = comparison.make_sections(rows)
+        pair = comparison.Pair(section, "upstream")
+        assert (pair.last_success, pair.first_failure, pair.confirmed) == (10496, 10752, "yes")
+
+
+def test_policies_of_one_file_name_are_arms_of_their_own():
+    """As when a policy is calibrated anew between two runs."""
+    rows = memory_rows()
+    other = [dataclasses.replace(r, policy_fingerprint="1234567890abcdef", peak_bytes=r.peak_bytes * 3) for r in rows if r.arm == "p"]
+    (section,) = comparison.make_sections(rows + other)
+    assert section.arms == ["upstream", "full", "p abc", "p 12345678"]
+    assert section.ratio("p abc", 2048, "peak_bytes") == pytest.approx(0.5) and section.ratio("p 12345678", 2048, "peak_bytes") == pytest.approx(1.5)
+    assert {"policy p abc", "policy p 12345678"} <= {what for what, _ in section.about()}
+
+
+def test_a_name_with_brackets_is_shown_whole(capsys):
+    comparison.Table("of run[final]", ["arm"], [["run[final]"]]).print()
+    assert capsys.readouterr().out.count("run[final]") == 2
+
+
+def test_a_row_that_tells_too_little_is_named():
+    with pytest.raises(HwkvError, match="the row of full at 2,048 tokens cannot be compared: key 'machine' is missing"):
+        comparison.make_sections([row("grid", "full", 2048, machine=None)])
+
+
 def test_preparation_is_part_of_no_result():
     rows = [row("grid", "full", 2048, step="process", peak_bytes=1)]
     assert comparison.make_sections(rows) == []

@@ -260,6 +260,21 @@ def test_provenance_tells_how_to_repeat_it(undisturbed, text):
     assert policy.model == ModelGeometry.from_gguf(path).describe()
 
 
+def test_provenance_has_the_windows_that_were_tried(hwkv, mini_hybrid, tmp_path):
+    """By default they leave room for the sinks, whatever their numbers; one run has them all, and selects among them."""
+    words = ["calibrate", mini_hybrid, "-o", tmp_path / "p.v2", "--trace-tokens", 512, "--taus", "0.9,0.99", "--queries", 16, "-ub", 256, "-t", 1,
+             "--sink", 0, "--sink", 4, "-c", 4096]
+    code, out, err = hwkv(*words, "--json")
+    assert code == 0, err
+    data = json.loads(out)
+    assert [(r["n_sink"], r["tau"], r["policy"]["provenance"]["windows"]) for r in data["records"]] == [
+        (0, 0.9, [256]), (0, 0.99, [256]), (4, 0.9, [252]), (4, 0.99, [252])]
+    best = min((r for r in data["records"] if r["retention"]["4096"] <= 0.7), key=lambda r: r["distortion"]["kl"])
+    assert (data["selected"]["n_sink"], data["selected"]["tau"]) == (best["n_sink"], best["tau"])
+    assert Policy.load(tmp_path / "p.v2").n_sink == best["n_sink"]
+    assert {path.name for path in tmp_path.iterdir()} == {"p.v2", "p.v2.calib"} and (tmp_path / "p.v2.calib" / "pareto.png").stat().st_size > 1000
+
+
 def test_the_policy_passes_the_check_and_serves(undisturbed, hwkv, mini_hybrid):
     from hwkv_llamacpp.server import LlamaServer, ServerOptions
 
@@ -375,6 +390,7 @@ def test_texts_that_are_refused(hwkv, command, tmp_path, content, parts):
     (("--budget-bytes", "4 pounds"), 2, "'4 pounds' is not a size such as 24GiB"),
     (("--budget-bytes", "4"), 2, "'4' is 4 bytes: a size with its unit expected"),
     (("--method", "leastkl", "--taus", "0.9"), 1, "--taus are thresholds of the method seqcalib, not of leastkl"),
+    (("--probe-tokens", "64"), 1, "probe tokens are what the method leastkl measures sensitivities on"),
     (("--budget-bytes", "infGiB"), 2, "'infGiB' is not a size"),
     (("--windows", "0"), 2, "'0' is not a number from 1"),
     (("--windows", "64,full"), 2, "'full' is not a number"),

@@ -1,6 +1,7 @@
 """hwkv serve: what it says, and what it hands to llama-server."""
 
 import contextlib
+import os
 import subprocess
 import sys
 import time
@@ -70,6 +71,13 @@ def test_flags_of_the_server_go_after_two_dashes(serve, mini_hybrid):
     code, words, err = serve(mini_hybrid, "-c", 2048)
     assert (code, words) == (2, [])
     assert "error: -c 2048: flags of llama-server go after --, as in hwkv serve MODEL -- -c 32768" in err
+
+
+def test_what_would_be_another_model_or_an_empty_policy(serve, mini_hybrid, tmp_path):
+    assert serve(mini_hybrid, "--", "-m", "other.gguf") == (1, [], "error: -m: give the model as MODEL, before the --\n")
+    os.mkfifo(tmp_path / "pipe")
+    expected = f"error: {tmp_path / 'pipe'}: not a regular file: the policy is read twice, so a file expected\n"
+    assert serve(mini_hybrid, "--policy", tmp_path / "pipe") == (1, [], expected)
 
 
 def test_the_server_makes_one_slot(mini_hybrid, policy, tmp_path):

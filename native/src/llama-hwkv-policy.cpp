@@ -344,6 +344,23 @@ json hwkv_parse_json(const std::string & text, const std::string & source) {
 
 static constexpr int64_t HWKV_MAX_WINDOW = std::numeric_limits<int32_t>::max();
 
+// the model that a policy was made for
+static void hwkv_read_model(const hwkv_json_reader & r, const json & model, llama_hwkv_policy & res) {
+    r.keys(model, "model", { "architecture", "name", "n_layer", "fingerprint" }, {});
+
+    for (const char * key : { "architecture", "name", "fingerprint" }) {
+        if (model.contains(key) && !model[key].is_null() && !model[key].is_string()) {
+            r.fail(std::string("model.") + key, "expected a string, got " + r.shown(model[key]));
+        }
+    }
+    if (model.contains("architecture") && model["architecture"].is_string()) {
+        res.architecture = model["architecture"];
+    }
+    if (model.contains("n_layer")) {
+        res.n_layer = r.integer(model["n_layer"], "model.n_layer", 1, LLAMA_MAX_LAYERS);
+    }
+}
+
 llama_hwkv_policy_ptr llama_hwkv_policy_from_json(const std::string & text, const std::string & source) {
     const json doc = hwkv_parse_json(text, source);
 
@@ -366,21 +383,7 @@ llama_hwkv_policy_ptr llama_hwkv_policy_from_json(const std::string & text, cons
     }
 
     if (doc.contains("model") && !doc["model"].is_null()) {
-        const json & model = doc["model"];
-
-        r.keys(model, "model", { "architecture", "name", "n_layer", "fingerprint" }, {});
-
-        for (const char * key : { "architecture", "name", "fingerprint" }) {
-            if (model.contains(key) && !model[key].is_null() && !model[key].is_string()) {
-                r.fail(std::string("model.") + key, "expected a string, got " + r.shown(model[key]));
-            }
-        }
-        if (model.contains("architecture") && model["architecture"].is_string()) {
-            res->architecture = model["architecture"];
-        }
-        if (model.contains("n_layer")) {
-            res->n_layer = r.integer(model["n_layer"], "model.n_layer", 1, LLAMA_MAX_LAYERS);
-        }
+        hwkv_read_model(r, doc["model"], *res);
     }
 
     if (doc.contains("provenance") && !doc["provenance"].is_null() && !doc["provenance"].is_object()) {
@@ -473,6 +476,16 @@ static llama_hwkv_policy_ptr hwkv_policy_from_gguf(const gguf_context * ctx, con
     res->source = source;
 
     hwkv_gguf_u32(ctx, "hwkv.n_sink", source, res->n_sink);
+
+    if (const int64_t id = gguf_find_key(ctx, "hwkv.model"); id >= 0) {
+        if (gguf_get_kv_type(ctx, id) != GGUF_TYPE_STRING) {
+            throw std::runtime_error(format("%s: hwkv.model: expected a string", source.c_str()));
+        }
+
+        const std::string where = source + ": hwkv.model";
+
+        hwkv_read_model({ where }, hwkv_parse_json(gguf_get_val_str(ctx, id), where), *res);
+    }
 
     const auto layers  = hwkv_gguf_i32(ctx, "hwkv.layers",      source);
     const auto counts  = hwkv_gguf_i32(ctx, "hwkv.head_counts", source);

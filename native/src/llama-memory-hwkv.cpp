@@ -691,14 +691,23 @@ void llama_memory_hwkv::state_write(llama_io_write_i & io, llama_seq_id seq_id, 
         const auto cells_old = kv.v_cells;
         const auto heads_old = kv.v_heads;
 
+        const auto put_back = [&]() {
+            kv.v_cells = cells_old;
+            kv.v_heads = heads_old;
+        };
+
         for (uint32_t s = 0; s < kv.get_n_seq_max(); ++s) {
             kv.seq_rm(s, g->n_sink, g->needed(kv.seq_pos_max(s) + 1));
         }
 
-        kv.state_write(io, seq_id, flags);
+        try {
+            kv.state_write(io, seq_id, flags);
+        } catch (...) { // the caller's buffer is too small
+            put_back();
+            throw;
+        }
 
-        kv.v_cells = cells_old;
-        kv.v_heads = heads_old;
+        put_back();
     }
 
     if (mem_recr) {

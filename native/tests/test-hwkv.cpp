@@ -325,7 +325,7 @@ static bool has_learned_positions(const std::string & path) {
     return gguf && gguf_find_tensor(gguf.get(), "position_embd.weight") >= 0;
 }
 
-static const int N_SINK[] = { 0, 1, 4, 64 };
+static const int N_SINK[] = { 1, 4, 64 };
 
 // different per layer and KV head, some full
 static int windows_of(int i, int ih) {
@@ -498,12 +498,19 @@ static int test_archs(const std::string & dir) {
     for (size_t i = 0; i < paths.size(); ++i) {
         const auto & path = paths[i];
 
-        const auto res = test_arch(path, N_SINK[i % 4]);
+        // without sinks, and with one number of them
+        for (const int n_sink : { 0, N_SINK[i % 3] }) {
+            const auto res = test_arch(path, n_sink);
 
-        n_ok += res.rfind("ok", 0) == 0;
+            n_ok += n_sink == 0 && res.rfind("ok", 0) == 0;
 
-        printf("%-40s %s\n", stem(path).c_str(), res.c_str());
-        fflush(stdout);
+            printf("%-40s %s\n", stem(path).c_str(), res.c_str());
+            fflush(stdout);
+
+            if (res.rfind("ok", 0) != 0) {
+                break;
+            }
+        }
     }
 
     printf("%zu of %zu models are served under a policy\n", n_ok, paths.size());
@@ -594,7 +601,10 @@ struct walk {
             control = std::min(control, change(policy(wp.n_sink + 1, 40, 0)));
         }
 
-        tol = wp.fa ? std::max(control/3, 1e-4) : control/5;
+        // rounding to F16; devices have different kernels for different batches (1.3e-4 was seen)
+        const double noise = n_gpu_layers > 0 ? 5e-4 : 1e-4;
+
+        tol = wp.fa ? std::max(control/3, noise) : control/5;
 
         check_hole();
     }
@@ -808,6 +818,17 @@ struct walk {
         std::vector<uint8_t> data(llama_state_get_size(ctx.get()));
 
         const size_t n = llama_state_get_data(ctx.get(), data.data(), data.size());
+
+        // too small a buffer: refused, and all stays as it was
+        const auto pos_mins = [&]() {
+            return std::vector<llama_pos> { llama_memory_seq_pos_min(mem, 0), llama_memory_seq_pos_min(mem, 1), llama_memory_seq_pos_min(mem, 2) };
+        };
+
+        const auto pos_mins_old = pos_mins();
+
+        std::vector<uint8_t> small(n - n/8);
+        REQUIRE(llama_state_get_data(ctx.get(), small.data(), small.size()) == 0, "a whole state fits into less than its size");
+        REQUIRE(pos_mins() == pos_mins_old, "a state that did not fit has changed the cache");
 
         const std::vector<std::vector<llama_token>> seqs_saved(std::begin(seqs), std::end(seqs));
 
