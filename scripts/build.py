@@ -359,8 +359,10 @@ def cuda_arguments(arch):
             numbers = ", ".join(k.removeprefix("compute_") for k in known)
             raise BuildError(f"--cuda-arch {name} is not an architecture that {nvcc} can build for{f' ({numbers})' if known else ''}.")
     archs = [name if "-" in name else f"{name}-real" for name in archs]
-    arguments = ["-DGGML_CUDA=ON", f"-DCMAKE_CUDA_COMPILER={nvcc}", f"-DCMAKE_CUDA_ARCHITECTURES={';'.join(archs)}", "-DGGML_CUDA_NCCL=OFF",
-                 "-DCMAKE_INSTALL_RPATH_USE_LINK_PATH=ON"]  # the toolkit's libraries are found where they are, known to the loader or not
+    arguments = ["-DGGML_CUDA=ON", f"-DCMAKE_CUDA_COMPILER={nvcc}", f"-DCMAKE_CUDA_ARCHITECTURES={';'.join(archs)}", "-DGGML_CUDA_NCCL=OFF"]
+    libraries = Path(nvcc).absolute().parent.parent / "lib64"
+    if (libraries / "libcublas.so").exists():  # they are found where they are, whether the loader knows them or not
+        arguments.append(f"-DCMAKE_INSTALL_RPATH=$ORIGIN;{libraries}")
     if not found:
         # without a driver there may be no libcuda to link, and a binary linked to it could not even start
         arguments.append("-DGGML_CUDA_NO_VMM=ON")
