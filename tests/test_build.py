@@ -210,6 +210,16 @@ def test_cuda_architecture_becomes_a_cmake_argument(toolkit, monkeypatch):
     assert "-DCMAKE_CUDA_ARCHITECTURES=90-real" in arguments and "-DGGML_CUDA_NO_VMM=ON" in arguments
 
 
+def test_a_cuda_toolkit_that_the_loader_does_not_know(toolkit, tmp_path, monkeypatch):
+    (tmp_path / "cuda" / "lib64").mkdir(parents=True)
+    (tmp_path / "cuda" / "lib64" / "libcublas.so").touch()
+    (tmp_path / "cuda" / "bin").mkdir()
+    (tmp_path / "nvcc").rename(tmp_path / "cuda" / "bin" / "nvcc")
+    monkeypatch.setenv("PATH", toolkit)
+    monkeypatch.setenv("CUDA_PATH", str(tmp_path / "cuda"))
+    assert f"-DCMAKE_INSTALL_RPATH=$ORIGIN;{tmp_path / 'cuda' / 'lib64'}" in build.cuda_arguments("90")
+
+
 def test_no_compiler_is_one_sentence():
     done = run_build(CXX="/nonexistent/c++")
     assert done.returncode == 1
