@@ -5,15 +5,15 @@ import os
 from contextlib import contextmanager
 
 import numpy as np
+from gguf.constants import GGMLQuantizationType
 
 from hwkv_llamacpp import llama_log, native
+from hwkv_llamacpp.footprint import CACHE_TYPES
 
 llama_cpp = native.load()
 
-KV_TYPES = {"f32": llama_cpp.GGML_TYPE_F32, "f16": llama_cpp.GGML_TYPE_F16,
-            "q8_0": llama_cpp.GGML_TYPE_Q8_0, "q4_0": llama_cpp.GGML_TYPE_Q4_0}
+KV_TYPES = {name: GGMLQuantizationType[name.upper()].value for name in CACHE_TYPES}
 FLASH_ATTENTION = {True: llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED, False: llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED}
-
 
 llama_cpp.llama_backend_init()
 

@@ -209,6 +209,22 @@ def test_chat_and_stream_without_policy_are_stock(setup):
     assert streamed == stock("the old man", temperature=0, max_tokens=8)["choices"][0]["text"]
 
 
+def test_ten_turns_of_a_chat_under_a_policy(setup):
+    """Streamed or not, the replies are the same."""
+    model, policy, tokens = setup
+    objects = [new(model, policy, n_ctx=2048) for _ in range(2)]
+    messages = [{"role": "user", "content": objects[0].detokenize(tokens[:400]).decode(errors="replace")}]
+    for turn in range(10):
+        replies = []
+        for i, llm in enumerate(objects):
+            stream = turn % 2 == i
+            said = llm.create_chat_completion(messages, temperature=0, max_tokens=6, stream=stream)
+            replies.append("".join(chunk["choices"][0]["delta"].get("content", "") for chunk in said) if stream else said["choices"][0]["message"]["content"])
+        assert replies[0] == replies[1], f"turn {turn}"
+        messages += [{"role": "assistant", "content": replies[0]}, {"role": "user", "content": f"and {turn} more of the same"}]
+    assert all(llm.hwkv_info()["active"] and llm.n_tokens > 450 for llm in objects)
+
+
 def test_prompt_lookup_decoding_gives_the_same_tokens():
     """Drafted tokens that are wrong are taken back; a hybrid cannot do that, so its tokens are evaluated again."""
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding

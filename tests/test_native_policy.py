@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import threading
 from dataclasses import replace
@@ -10,7 +11,7 @@ import pytest
 from conftest import write_gguf
 from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
-from hwkv_llamacpp import HwkvError, ModelGeometry, Policy, handmade, native
+from hwkv_llamacpp import HwkvError, ModelGeometry, Policy, dry_run, handmade, native
 from hwkv_llamacpp.embed import embed
 
 
@@ -113,6 +114,32 @@ def test_a_gguf_whose_policy_is_of_another_model(register, mini_hybrid, windows,
     _with_key(carrier, other, "hwkv.model", model)
     code, log = complete(mini_hybrid, "--hwkv-policy", other)
     assert code != 0 and said in log
+
+
+@pytest.mark.parametrize("words", [
+    ("llama-completion", "-c", 2048, "-n", 2, "-p", "fox is 427.", "-no-cnv"), ("llama-cli", "-c", 2048, "-n", 2, "-p", "fox is 427.", "-st", "-lv", 4),
+    ("llama-perplexity", "-c", 2048, "-b", 2048, "-f", "TEXT"), ("llama-batched-bench", "-c", 2048, "-npp", 64, "-ntg", 2, "-npl", 1, "-lv", 4),
+    ("llama-bench", "-v", "-p", 2044, "-n", 4, "-r", 1, "-fa", 1), ("llama-fit-params", "-c", 2048, "-fitp", "on", "-lv", 4)], ids=lambda words: words[0])
+def test_every_program_takes_a_policy(register, mini_hybrid, windows, tmp_path, words):
+    """And says what it keeps, in the table that README.md shows."""
+    (tmp_path / "text").write_text("the old man ran to the sea. " * 900)
+    geometry = ModelGeometry.from_gguf(mini_hybrid)
+    policy = handmade.uniform(geometry, 64, [(7, 1)])
+    policy.save(windows, overwrite=True)
+    done = subprocess.run([native.binary(words[0]), "-m", mini_hybrid, "--hwkv-policy", windows, "-ub", "64", "-t", "1",
+                           *(str(word).replace("TEXT", str(tmp_path / "text")) for word in words[1:])],
+                          capture_output=True, text=True, errors="replace", timeout=300, stdin=subprocess.DEVNULL)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said[-2000:]
+    if words[0] == "llama-fit-params":  # whose context is never a program's own
+        with_full = subprocess.run([native.binary(words[0]), "-m", mini_hybrid, *map(str, words[1:])], capture_output=True, text=True, timeout=300)
+        context, full = (dry_run.breakdown(text)["Host"]["context"] for text in (said, with_full.stderr))
+        assert full - context >= 2 * 2**20  # 4 MiB of KV are 1.06 MiB then
+        return
+    table = [re.sub(".*: ", "", line).strip() for line in said.splitlines() if "|" in line and "|--" not in line]
+    assert "full |      1 |        1 |     2048 |       0.50" in table and "64 |      2 |        7 |      256 |       0.44" in table
+    assert f"hwkv policy {policy.fingerprint(geometry.n_layer)} from {windows}" in said
+    assert "KV cache of the configurable layers: 0.94 MiB, with full windows it would be 4.00 MiB (23.4 % kept)" in said
 
 
 def test_path_that_is_not_utf8(register, mini_hybrid, windows):

@@ -44,6 +44,8 @@ FLOOR_LIMIT = {
     ("q4_0", True): 1e-1,
 }
 KINDS = [EXACT, *FLOOR_LIMIT]
+OTHER_TYPES = {(name, True): 1e-1 for name in ("f32", "bf16", "q4_1", "iq4_nl", "q5_0", "q5_1", "q8_0 q5_1")}
+FLOOR_LIMIT |= OTHER_TYPES
 
 N_DECODE = 20
 PARTS = {"prefill": slice(None, -N_DECODE), "decode": slice(-N_DECODE, None)}  # of the compared positions
@@ -257,7 +259,9 @@ def test_small_model(model_name, name, request):
     if name != "different":
         settings = [(*EXACT, 32), (*EXACT, 512), ("f16", True, 32), ("f16", True, 512), ("q8_0", True, 512), ("q4_0", True, 32)]
     if model.policies[name].n_sink:
-        settings = [(*EXACT, 32), ("f16", True, 512), ("q8_0", True, 32)]
+        settings = [(*EXACT, 32), ("f16", True, 512), ("q8_0", True, 32), ("q4_0", True, 32)]
+    if (model_name, name) in (("random_dense", "different"), ("random_hybrid", "4 sinks")):
+        settings += [(*kind, 32) for kind in OTHER_TYPES]
     check_parity(model, model.policies[name], settings)
 
 
