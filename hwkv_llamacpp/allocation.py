@@ -1,4 +1,5 @@
-"""The windows that lose least within a budget, where the losses of KV heads add up: a multiple-choice knapsack, solved exactly."""
+"""The windows that lose least within a budget, where the losses of KV heads add up: a multiple-choice knapsack, solved exactly but for the
+units that a large budget is counted in."""
 
 import math
 
@@ -8,7 +9,7 @@ from .errors import HwkvError
 from .footprint import predict
 from .policy import Policy
 
-MAX_UNITS = 1 << 16  # a budget is counted in at most this many; costs are rounded up to them
+MAX_UNITS = 1 << 16  # a budget is counted in at most this many; the cost of each head is rounded up to them
 
 
 def allocate(geometry, windows, losses, n_sink, budget):

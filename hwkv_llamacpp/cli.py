@@ -88,7 +88,7 @@ def build_parser(argv=()):
     _json_flag(command)
 
     command = _add(commands, "extract", run_extract, "print or save the policy that a model carries",
-                   "Gives back what was embedded, byte for byte.", "hwkv extract model-hwkv.gguf -o policy.json")
+                   "Gives back the policy that was embedded, as the canonical JSON that every hwkv command writes.", "hwkv extract model-hwkv.gguf -o policy.json")
     command.add_argument("model", type=Path, metavar="MODEL", help="GGUF file")
     _output_flag(command)
 

@@ -26,7 +26,7 @@ SIZE = r"=\s+([\d.]+) MiB"
 
 @dataclass(frozen=True)
 class Context:
-    """The parameters of a server that decide what it allocates; llama.cpp's names and defaults."""
+    """The parameters of a server that decide what it allocates, by llama.cpp's names."""
 
     model: str
     policy: str = "off"            # a file, "embedded" or "off"

@@ -131,8 +131,7 @@ class Layerwise:
     def replay(self, layer, windows, n_sink=0):
         """What the Layer that the last run ended at would attend to under every window and with full history: for each KV head, and inside
         for each trace, [n_window + 1, n_query, n_gqa, head_dim_v] float32, the last one full."""
-        attention, queries = self.attention(), self.queries(layer)
-        n_gqa = layer.n_head // layer.n_head_kv
+        attention, queries, n_gqa = self.attention(), self.queries(layer), layer.n_gqa
         sinks = attention.pop("sinks")
         result = []
         for head in range(layer.n_head_kv):

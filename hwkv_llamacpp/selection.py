@@ -31,5 +31,5 @@ def _best(records, cost, limit, states, shows):
     if not fitting:
         nearest = min(records, key=cost)
         raise HwkvError(f"no record fits the budget of {shows.format(limit)}: the nearest, {nearest.setting}, {states.format(cost(nearest))};"
-                        " lower thresholds (--taus) or shorter --windows keep less")
+                        f"{' lower thresholds (--taus) or' if nearest.tau is not None else ''} shorter --windows keep less")
     return min(fitting, key=lambda r: (r.distortion["kl"], cost(r), -(r.tau or 0)))

@@ -5,7 +5,6 @@ SmolLM2-135M-Instruct is Apache-2.0; Gemma 3 270M is under the Gemma terms. Neit
 
 import fcntl
 import hashlib
-import struct
 import subprocess
 import sys
 import tempfile
@@ -14,13 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from gguf.constants import GGMLQuantizationType
-from gguf.quants import dequantize
-
 from .atomic import replacing
 from .errors import HwkvError
-from .gguf_file import MAGIC, GGUFFile
 from .native import ROOT
 
 FOLDER = ROOT / "build" / "models"
@@ -111,41 +105,3 @@ def _join(model, folder, path):
                     out.write(block)
         if found.hexdigest() != model.sha256:
             raise HwkvError(f"{model.file_name} has sha256 {found.hexdigest()}, not the pinned one")
-
-
-def f32_copy(source):
-    """Path of the same model with every tensor as F32, in build/models; made once.
-
-    Without quantised weights two ways to split a prompt into batches give nearly the same logits, so a small fault shows.
-    """
-    source = Path(source)
-    target = FOLDER / f"{source.stem}.F32.gguf"
-    if target.exists():
-        return target
-    with _one_at_a_time():
-        if not target.exists():
-            with GGUFFile(source) as model, replacing(target) as out:
-                _write_f32(model, out)
-    return target
-
-
-def _write_f32(model, out):
-    keys = bytearray(model.raw(model.kv_start, model.kv_end))
-    if file_type := model.fields.get("general.file_type"):
-        struct.pack_into("<I", keys, file_type.value - model.kv_start, 0)
-    out.write(MAGIC + struct.pack("<IQQ", model.version, model.n_tensors, len(model.fields)) + keys)
-    offset = 0
-    for tensor in model.tensors:
-        name = tensor.name.encode()
-        out.write(struct.pack("<Q", len(name)) + name + struct.pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *tensor.shape))
-        out.write(struct.pack("<IQ", GGMLQuantizationType.F32, offset))
-        offset += _padded(int(np.prod(tensor.shape)) * 4, model.alignment)
-    out.write(bytes(_padded(out.tell(), model.alignment) - out.tell()))
-    for tensor in model.tensors:
-        data = np.memmap(model.path, np.uint8, "r", model.data_start + tensor.offset, tensor.n_bytes)
-        values = dequantize(np.array(data), GGMLQuantizationType(tensor.type)).astype("<f4").tobytes()
-        out.write(values + bytes(_padded(len(values), model.alignment) - len(values)))
-
-
-def _padded(n, alignment):
-    return -(-n // alignment) * alignment

@@ -22,7 +22,8 @@ import numpy as np
 import pytest
 
 import reference
-from hwkv_llamacpp import HwkvError, Policy, testmodels
+from f32 import f32_copy
+from hwkv_llamacpp import HwkvError, Policy
 from minilang import needle_prompt, noise
 from reference import random_models
 
@@ -189,7 +190,7 @@ def random_hybrid(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def mini_hybrid_f32(mini_hybrid):
-    path = str(testmodels.f32_copy(mini_hybrid))
+    path = str(f32_copy(mini_hybrid))
     text = "".join(prompt + " " + value + "." for prompt, value in (needle_prompt(seed, 400, 350) for seed in range(4)))
     with Runtime(path, n_threads=1) as runtime:
         tokens = runtime.tokenize(text)
@@ -200,7 +201,7 @@ def mini_hybrid_f32(mini_hybrid):
 
 @pytest.fixture(scope="module")
 def smollm2_f32(smollm2):
-    path = str(testmodels.f32_copy(smollm2))
+    path = str(f32_copy(smollm2))
     with Runtime(path, n_threads=1) as runtime:
         tokens = runtime.tokenize(english(800, seed=1))[:832]
     truth = reference.load(path)
@@ -215,7 +216,7 @@ def smollm2_f32(smollm2):
 
 @pytest.fixture(scope="module")
 def gemma3_f32(gemma3):
-    path = str(testmodels.f32_copy(gemma3))
+    path = str(f32_copy(gemma3))
     with Runtime(path, n_threads=1) as runtime:
         tokens = runtime.tokenize(english(780, seed=2))[:850]
     truth = reference.load(path)

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import reference
+from f32 import f32_copy
 from minilang import needle_prompt
 from reference import calibration as independent
 from reference.random_models import write_llama
@@ -60,14 +61,14 @@ SHORT = 0.01  # a threshold that most of the shortest windows reach
 # K and V to F16, which moved scores by 3.4e-4 in SmolLM2 and by 6e-6 in the miniature.
 
 def smollm2_case():
-    path = testmodels.f32_copy(testmodels.smollm2())
+    path = f32_copy(testmodels.smollm2())
     with Model(path, options()) as model:
         trace = traces.default(model, 384)
     return path, traces.Trace(trace.sequences[:1], (trace.held_out[0][:32],), trace.source), (32, 64, 128), 0, 64, 0.95, 1e-3
 
 
 def hybrid_case():
-    path = testmodels.f32_copy(Path(__file__).parent / "data" / "mini-hybrid-f16.gguf")
+    path = f32_copy(Path(__file__).parent / "data" / "mini-hybrid-f16.gguf")
     with Model(path, options()) as model:
         tokens = model.tokenize(needles(4), add_special=True)
     return path, traces.Trace((tokens[:300], tokens[300:600]), (tokens[600:632],), {}), (8, 16, 32, 64, 128), 4, 64, 0.999, 1e-4

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import requests
 from answers import ask, assert_same, difference, from_reply, is_same
+from f32 import f32_copy
 from minilang import needle_prompt
 
 from hwkv_llamacpp import ModelGeometry, handmade, native, testmodels
@@ -39,7 +40,7 @@ class Case:
     @functools.cached_property
     def model(self):
         # F32 weights and F32 K/V: the least noise, so a small fault shows
-        return {"smollm2": lambda: testmodels.f32_copy(testmodels.smollm2()), "gemma3": lambda: testmodels.f32_copy(testmodels.gemma3()),
+        return {"smollm2": lambda: f32_copy(testmodels.smollm2()), "gemma3": lambda: f32_copy(testmodels.gemma3()),
                 "mini-hybrid": lambda: MINI_HYBRID, "mini-hybrid, 4 sinks": lambda: MINI_HYBRID}[self.name]()
 
     @functools.cached_property
