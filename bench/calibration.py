@@ -18,13 +18,11 @@ Rows append to bench/results/calibration.jsonl, one per round and arm; each stan
 
 import argparse
 import datetime
-import hashlib
 import json
 import multiprocessing
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,7 +35,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from hwkv_llamacpp import HwkvError, ModelGeometry, layerwise, native, seqcalib, testmodels, trace as traces
+from hwkv_llamacpp import HwkvError, ModelGeometry, digest, layerwise, machine, native, seqcalib, testmodels, trace as traces
 from hwkv_llamacpp.calibration_run import Settings
 from hwkv_llamacpp.distortion import DistortionMeter
 from hwkv_llamacpp.layerwise import Layerwise
@@ -117,10 +115,10 @@ def main():
 
     about = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], text=True, capture_output=True, cwd=native.ROOT).stdout.strip(),
-        "upstream": dict(line.split("=", 1) for line in (native.ROOT / "native" / "UPSTREAM").read_text().split()),
+        "commit": machine.commit(),
+        "upstream_commit": machine.build()["upstream_commit"],
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs", "build": native.build_dir().name,
-        "model": model.name, "model_sha256": hashlib.sha256(model.read_bytes()).hexdigest(), **asdict(options),
+        "model": model.name, "model_sha256": digest.of_model(model), **asdict(options),
     }
     rows = {}  # (round, arm) -> columns
     runs = [(i, list(arms)[(i + k) % len(arms)]) for i in range(rounds) for k in range(len(arms))]

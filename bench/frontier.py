@@ -13,7 +13,6 @@ bench/results/frontier-NAME.png.
 
 import argparse
 import datetime
-import hashlib
 import json
 import math
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from hwkv_llamacpp import ModelGeometry, Policy, figures, handmade, leastkl, native, seqcalib, testmodels, trace as traces
+from hwkv_llamacpp import ModelGeometry, Policy, digest, figures, handmade, leastkl, native, seqcalib, testmodels, trace as traces
 from hwkv_llamacpp.budget import Budget
 from hwkv_llamacpp.calibration_run import Settings
 from hwkv_llamacpp.distortion import DistortionMeter
@@ -118,7 +117,7 @@ def arms(name, subject, model, geometry, trace):
 def measure(name, subject, n_threads):
     """Rows of a model, those on disk included."""
     path = subject.path() if callable(subject.path) else subject.path
-    geometry, sha256 = ModelGeometry.from_gguf(path), hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    geometry, sha256 = ModelGeometry.from_gguf(path), digest.of_model(path)
     results, rows = RESULTS / "frontier.jsonl", []
     options = RuntimeOptions(n_ubatch=N_UBATCH, n_threads=n_threads)
     with Model(path, options) as model:

@@ -11,7 +11,6 @@ Rows append to bench/results/needle.jsonl, one per arm and prompt length; each s
 
 import argparse
 import datetime
-import hashlib
 import json
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from hwkv_llamacpp import ModelGeometry, Policy, handmade, native
+from hwkv_llamacpp import ModelGeometry, Policy, digest, handmade, native
 from hwkv_llamacpp.budget import Budget
 from hwkv_llamacpp.server import LlamaServer, ServerOptions
 
@@ -78,7 +77,7 @@ def main():
             for n_tokens, share in found.items():
                 rows.write(json.dumps({
                     "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "model": MODEL.name,
-                    "model_sha256": hashlib.sha256(MODEL.read_bytes()).hexdigest(), "arm": name, "retention": round(retention, 6),
+                    "model_sha256": digest.of_model(MODEL), "arm": name, "retention": round(retention, 6),
                     "policy_fingerprint": arm.fingerprint(geometry.n_layer) if arm else None, "n_prompt_tokens": n_tokens,
                     "distances": LENGTHS[n_tokens], "prompts_per_distance": args.prompts, "accuracy": share}) + "\n")
     Console().print(table)

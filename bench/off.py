@@ -10,7 +10,6 @@ Rows append to bench/results/off.jsonl, one per round and arm; each stands alone
 
 import argparse
 import datetime
-import hashlib
 import json
 import math
 import os
@@ -23,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from hwkv_llamacpp import native, testmodels
+from hwkv_llamacpp import digest, machine, native, testmodels
 
 RESULTS = Path(__file__).parent / "results" / "off.jsonl"
 N_PREFILL, N_DECODE = 512, 128
@@ -58,10 +57,10 @@ def main():
     model = testmodels.smollm2()
     RESULTS.parent.mkdir(exist_ok=True)
     about = {
-        "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], text=True, capture_output=True, cwd=native.ROOT).stdout.strip(),
-        "upstream": dict(line.split("=", 1) for line in (native.ROOT / "native" / "UPSTREAM").read_text().split()),
+        "commit": machine.commit(),
+        "upstream_commit": machine.build()["upstream_commit"],
         "machine": f"{os.uname().machine}, {os.cpu_count()} CPUs", "n_threads": 1, "build": native.build_dir().name, "model": model.name,
-        "model_sha256": hashlib.sha256(model.read_bytes()).hexdigest(), "n_prefill": N_PREFILL, "n_decode": N_DECODE,
+        "model_sha256": digest.of_model(model), "n_prefill": N_PREFILL, "n_decode": N_DECODE,
         "type_kv": "f16", "flash_attn": True,
     }
     logs = ([], [])  # prefill, decode: log(off / upstream) of each round

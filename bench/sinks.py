@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from hwkv_llamacpp import Policy, machine, native, testmodels, trace as traces
+from hwkv_llamacpp import Policy, digest, machine, native, testmodels, trace as traces
 from hwkv_llamacpp.runtime import Model, RuntimeOptions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,7 +80,7 @@ def main():
                         seconds[phase][arm].append(value)
 
     about = {"date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "commit": machine.commit(), "machine": machine.machine(),
-             "build": native.build_dir().name, "model": path.name, "model_sha256": machine.file_sha256(path), "policy": POLICY.name,
+             "build": native.build_dir().name, "model": path.name, "model_sha256": digest.of_model(path), "policy": POLICY.name,
              "n_prefill": n_prefill, "n_decode": args.decode, "n_ubatch": args.ubatch_size, "n_threads": args.threads, "n_first": longest}
     table = Table(title=f"{path.name}: time of a step, as a multiple of that without sinks")
     for heading in ("", *(f"{phase}, {text}" for phase in seconds for text in ("ratio", "standard error"))):

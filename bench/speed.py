@@ -19,7 +19,6 @@ Rows append to bench/results/speed.jsonl, one per round and arm; each stands alo
 
 import argparse
 import datetime
-import hashlib
 import json
 import os
 import platform
@@ -32,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from hwkv_llamacpp import ModelGeometry, Policy, native, testmodels
+from hwkv_llamacpp import ModelGeometry, Policy, digest, machine, native, testmodels
 from hwkv_llamacpp.footprint import predict
 
 RESULTS = Path(__file__).parent / "results" / "speed.jsonl"
@@ -86,10 +85,10 @@ def main():
     arms = ["upstream", "off", "policy"]
     about = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], text=True, capture_output=True, cwd=native.ROOT).stdout.strip(),
-        "upstream": dict(line.split("=", 1) for line in (native.ROOT / "native" / "UPSTREAM").read_text().split()),
+        "commit": machine.commit(),
+        "upstream_commit": machine.build()["upstream_commit"],
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs", "n_threads": args.threads, "build": native.build_dir().name,
-        "model": model.name, "model_sha256": hashlib.sha256(model.read_bytes()).hexdigest(),
+        "model": model.name, "model_sha256": digest.of_model(model),
         "policy_fingerprint": policy.fingerprint(geometry.n_layer), "window": args.window,
         "n_prefill": N_PREFILL, "n_decode": N_DECODE, "n_ubatch": N_UBATCH, "type_kv": "f16", "flash_attn": True,
     }

@@ -47,13 +47,8 @@ def commit():
     return head.stdout.strip() + ("+" if changed.stdout.strip() else "") if head.returncode == 0 else None
 
 
-@functools.cache
-def upstream_commit():
-    return dict(line.split("=", 1) for line in (native.ROOT / "native" / "UPSTREAM").read_text().split())["llama_cpp_commit"]
-
-
 def build(upstream=False):
-    """{"build", "build_flags", "build_sha256"} of ours or of the unpatched build."""
+    """{"build", "build_flags", "build_sha256", "upstream_commit"} of ours or of the unpatched build; the commit is that of llama.cpp's source."""
     return _build(native.build_dir(upstream))
 
 
@@ -76,4 +71,5 @@ def _build(folder):
         # what a server runs; the test programs beside it do not matter
         if path.name == "llama-server" or re.match(r"lib(llama|ggml|mtmd)[\w-]*\.(so|dylib)$", path.name):
             found.update(path.name.encode() + b"\0" + path.read_bytes())
-    return {"build": folder.name, "build_flags": [flag for flag in flags if "/" not in flag], "build_sha256": found.hexdigest()}
+    source = next((flag.partition("=")[2] for flag in flags if flag.startswith("-DLLAMA_BUILD_COMMIT=")), "unknown")
+    return {"build": folder.name, "build_flags": [flag for flag in flags if "/" not in flag], "build_sha256": found.hexdigest(), "upstream_commit": source}

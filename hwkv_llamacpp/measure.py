@@ -97,7 +97,7 @@ def describe(kind, arm, n_ctx, settings, geometry, round_=0, step=None):
     policy = arm.policy
     row = Row(kind, arm.name, n_ctx, round=round_, step=step)
     row.date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    row.commit, row.upstream_commit, row.machine = machine.commit(), machine.upstream_commit(), machine.machine()
+    row.commit, row.machine = machine.commit(), machine.machine()
     vars(row).update(machine.build(arm.upstream))
     row.build_pair = machine.build_pair()
     row.model, row.model_bytes = as_text(settings.model.name), sum(path.stat().st_size for path in digest.shards(settings.model))

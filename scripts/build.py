@@ -13,7 +13,6 @@ import filecmp
 import hashlib
 import json
 import os
-import platform
 import re
 import shlex
 import shutil
