@@ -47,14 +47,12 @@ def run(*words, env):
     return done.stdout
 
 
-@pytest.mark.parametrize("name", ["qwen35-dense"])
-def test_random_models(vulkan, random_models, name, tmp_path):
-    """And those that the program makes itself."""
+@pytest.mark.parametrize("name", ["llama-dense", "gemma3-dense"])
+def test_random_models(vulkan, random_models, name):
+    """Not of a hybrid: Mesa's driver takes seconds for a micro-batch of its recurrent layers. The server's model is one."""
     path = next(path for path in random_models if path.stem == name)
-    (tmp_path / path.name).symlink_to(path)
-    said = run(BUILD / "bin" / "test-hwkv", "archs", tmp_path, "-ngl", 99, env=vulkan)
-    assert sum("ok:" in line for line in said.splitlines() if line.startswith(name)) == 2
-    run(BUILD / "bin" / "test-hwkv", "walk", path, "--seeds", 8, 8, "--steps", 3, "-ngl", 99, env=vulkan)
+    assert run(BUILD / "bin" / "test-hwkv", "archs", path, "-ngl", 99, env=vulkan).count("ok:") == 2
+    run(BUILD / "bin" / "test-hwkv", "walk", path, "--seeds", 8, 9, "--steps", 10, "-ngl", 99, env=vulkan)
 
 
 def test_logits_states_and_layerwise(vulkan):

@@ -1,6 +1,6 @@
 // Tests of the grouped KV cache on small models, such as those that test-llama-archs saves with -o DIR
 //
-//   test-hwkv archs DIR          every architecture: windowed rings against rings of full size with the same masks, and the
+//   test-hwkv archs DIR|MODEL    every architecture: windowed rings against rings of full size with the same masks, and the
 //                                grouped path with full windows against upstream's own path; or refused, with the reason
 //                                besides the files, models that this program makes itself: made:gemma4 (layers that attend
 //                                an earlier layer's K and V), made:llama (8 KV heads), made:qwen35 (4 KV heads)
@@ -478,20 +478,24 @@ static std::string test_arch(const std::string & path, int n_sink) {
     return buf;
 }
 
-static int test_archs(const std::string & dir) {
+static int test_archs(const std::string & path_arg) {
     std::vector<std::string> paths;
 
-    for (const auto & entry : std::filesystem::directory_iterator(dir)) {
-        if (entry.path().extension() == ".gguf") {
-            paths.push_back(entry.path().string());
+    if (!std::filesystem::is_directory(path_arg)) {
+        paths.push_back(path_arg);
+    } else {
+        for (const auto & entry : std::filesystem::directory_iterator(path_arg)) {
+            if (entry.path().extension() == ".gguf") {
+                paths.push_back(entry.path().string());
+            }
         }
+
+        std::sort(paths.begin(), paths.end());
+
+        REQUIRE(!paths.empty(), "no models in %s", path_arg.c_str());
+
+        paths.insert(paths.end(), std::begin(MADE), std::end(MADE));
     }
-
-    std::sort(paths.begin(), paths.end());
-
-    REQUIRE(!paths.empty(), "no models in %s", dir.c_str());
-
-    paths.insert(paths.end(), std::begin(MADE), std::end(MADE));
 
     size_t n_ok = 0;
 
@@ -954,7 +958,7 @@ static int test_walk(const std::string & path, const walk_params & wp) {
 }
 
 static int usage(const char * name) {
-    fprintf(stderr, "usage: %s archs DIR [-ngl N]\n       %s walk MODEL [--seeds FIRST LAST] [--steps N] [-ngl N]\n", name, name);
+    fprintf(stderr, "usage: %s archs DIR|MODEL [-ngl N]\n       %s walk MODEL [--seeds FIRST LAST] [--steps N] [-ngl N]\n", name, name);
     return 2;
 }
 
