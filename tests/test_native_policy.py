@@ -142,6 +142,27 @@ def test_every_program_takes_a_policy(register, mini_hybrid, windows, tmp_path, 
     assert "KV cache of the configurable layers: 0.94 MiB, with full windows it would be 4.00 MiB (23.4 % kept)" in said
 
 
+def test_fitting_to_memory_finds_the_largest_context(register, smollm2):
+    """llama.cpp's automatic fit. Under a policy memory is no straight line over the context: windows stop growing."""
+    def fit(*words):
+        done = subprocess.run([native.binary("llama-fit-params"), "-m", smollm2, "-ub", "128", "-lv", "4", *map(str, words)], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done
+
+    def used(n_ctx, *policy):
+        """MiB, less than 3 too few: its parts are whole MiB."""
+        return sum(dry_run.breakdown(fit("-c", n_ctx, "-fitp", "on", *policy).stderr)["Host"].values()) / 2**20
+
+    policy = ("--hwkv-policy", native.ROOT / "policies" / "SmolLM2-135M-Instruct" / "seqcalib.json")
+    memory = int(re.search(r"vs. (\d+) MiB of total host memory", fit("-c", 1024).stderr)[1])
+    found = {}
+    for words in ((), policy):
+        found[words] = int(re.search(r"-c (\d+)", fit("-fitc", 1024, "-fitt", memory - 170, *words).stdout)[1])
+        assert used(found[words], *words) <= 170 < used(found[words] + 1024, *words)
+    print(f"170 MiB hold {found[()]:,} tokens, and {found[policy]:,} under the policy")
+    assert found[policy] > 1.5 * found[()]
+
+
 def test_path_that_is_not_utf8(register, mini_hybrid, windows):
     path = os.fsencode(windows.parent) + b"/p\xff.json"
     os.rename(windows, path)
