@@ -44,8 +44,8 @@ class Subject:
 
 SUBJECTS = {
     "mini-hybrid": Subject(lambda: ROOT / "tests" / "data" / "mini-hybrid-f16.gguf",
-                           tuple((phase, depth, *lengths) for phase, lengths in (("prefill", (128, 256)), ("decode", (8, 24))) for depth in (0, 1024))),
-    "smollm2": Subject(testmodels.smollm2, (("prefill", 0, 64, 128), ("decode", 0, 4, 12), ("decode", 512, 4, 12))),
+                           tuple((phase, depth, *lengths) for phase, lengths in (("prefill", (128, 256)), ("decode", (8, 24))) for depth in (0, 384))),
+    "smollm2": Subject(testmodels.smollm2, (("prefill", 0, 64, 128), ("decode", 0, 4, 12), ("decode", 320, 4, 12))),
 }
 
 
