@@ -6,7 +6,6 @@ A process uses one build, so what needs the Vulkan build's library runs in a pro
 import dataclasses
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +37,7 @@ def vulkan():
     listed = subprocess.run([program, "--list-devices"], text=True, capture_output=True, timeout=60, env={**os.environ, **env})
     if "Vulkan0" not in listed.stdout:
         pytest.skip("no Vulkan device is found (Debian's mesa-vulkan-drivers brings one in software)")
-    return {**env, "DEVICE": next(line.strip() for line in listed.stdout.splitlines() if "Vulkan0" in line)}
+    return env
 
 
 def run(*words, env):
@@ -110,22 +109,18 @@ def test_a_server_plans_allocates_answers_saves_and_restores(vulkan, options, tm
 
 
 def test_calibration(vulkan, mini_hybrid, tmp_path):
-    """The runtime's attention and the replay of what was captured are compared by the calibration itself; here its scores with the CPU's."""
+    """The runtime's attention and the replay of what was captured are compared by the calibration itself; here its scores with the CPU's.
+
+    One trace, shorter than the micro-batch that buffers are made for: Mesa 22.3's driver in software crashes when llama.cpp makes a larger
+    compute buffer, because it has kept the old one bound, whose memory is gone.
+    """
     text = tmp_path / "needles.txt"
-    text.write_text("".join(f"{prompt} {value}." for prompt, value in (needle_prompt(seed, 300, 200) for seed in range(7))))
+    text.write_text("".join(f"{prompt} {value}." for prompt, value in (needle_prompt(seed, 300, 200) for seed in range(3))))
     found = {}
     for name, env, n_gpu_layers in (("cpu", {}, 0), ("device", vulkan, 99)):
         policy = tmp_path / f"{name}.json"
-        words = [*HWKV, "calibrate", mini_hybrid, "-o", policy, "--text", text, "--trace-tokens", 512, "--windows", "8,16,32,64,128,256",
-                 "--taus", "0.995", "--queries", 64, "-ub", 128, "-t", 1, "-ngl", n_gpu_layers, "-c", 4096]
-        for _ in range(8):
-            done = subprocess.run([str(word) for word in words], text=True, capture_output=True, timeout=3000, env={**os.environ, **env}, cwd=native.ROOT)
-            # Mesa 22.3's driver in software crashes now and then when llama.cpp makes a larger compute buffer: it has kept the old one bound, and
-            # its memory is gone. The same command goes on, here as after any crash
-            if done.returncode != -signal.SIGSEGV or "llvmpipe" not in env.get("DEVICE", ""):
-                break
-            print(f"{name}: the driver crashed after {len(list(policy.with_suffix('.calib').glob('layers/*.json')))} layers")
-        assert done.returncode == 0, done.stderr[-3000:]
+        run(*HWKV, "calibrate", mini_hybrid, "-o", policy, "--text", text, "--trace-tokens", 400, "--windows", "8,16,32,64,128,200",
+            "--taus", "0.995", "--queries", 64, "-ub", 512, "-t", 1, "-ngl", n_gpu_layers, "-c", 4096, env=env)
         found[name] = [np.array(json.loads(path.read_text())["scores"]["mean"]) for path in sorted(policy.with_suffix(".calib").glob("layers/*.json"))]
     largest = [float(np.abs(a - b).max()) for a, b in zip(found["device"], found["cpu"], strict=True)]
     print(f"largest difference of a score, by layer: {', '.join(f'{x:.1e}' for x in largest)}")
