@@ -6,11 +6,11 @@ import math
 MAX = 2**31 - 1  # llama.cpp counts tokens and threads in 32 bits
 
 
-def whole(low, what="a number"):
-    """A parser of whole numbers from low to MAX."""
+def whole(low, what="a number", high=MAX):
+    """A parser of whole numbers from low to high."""
     def parse(text):
-        if not (text.isascii() and text.isdigit() and len(text) <= 20 and low <= int(text) <= MAX):
-            raise error(text, f"{what} from {low} to {MAX}")
+        if not (text.isascii() and text.isdigit() and len(text) <= 20 and low <= int(text) <= high):
+            raise error(text, f"{what} from {low} to {high}")
         return int(text)
 
     return parse

@@ -239,7 +239,8 @@ def free_port():
 def last_error(log):
     """The line of a llama-server log that says best why it ended, or None."""
     lines = [re.sub(r"^[\d.]+ [A-Z] ", "", line.strip()) for line in log.splitlines()[1:]]
-    for pattern in (r"hwkv.*(error|refus|not |cannot)", r"out of memory", r"GGML_ASSERT|GGML_ABORT", r"^error", r"error|failed|terminate"):
+    for pattern in (r"hwkv.*(error|refus|not |cannot)", r"out of memory", r"GGML_ASSERT|GGML_ABORT", r"^error",
+                    r"error loading model|failed to initialize the context|llama_init_from_model", r"error|failed|terminate"):
         found = [line for line in lines if re.search(pattern, line, re.IGNORECASE)]
         if found:
             return found[-1].rstrip(".")

@@ -126,11 +126,17 @@ def test_a_request_that_takes_too_long_is_no_boundary(case):
 
 
 def test_a_file_that_is_no_model_is_no_boundary(case, tmp_path, mini_hybrid):
-    broken = tmp_path / "broken.gguf"
-    broken.write_bytes(mini_hybrid.read_bytes()[:-100_000])
-    row = measure.measure("grid", measure.Arm("full"), 1024, measure.Settings(broken, n_predict=8, n_threads=1), ModelGeometry.from_gguf(mini_hybrid))
+    """A cut file is refused before anything starts; one that llama.cpp alone finds fault with has failed, and not for want of memory."""
+    whole, geometry = mini_hybrid.read_bytes(), ModelGeometry.from_gguf(mini_hybrid)
+    cut, renamed = tmp_path / "cut.gguf", tmp_path / "renamed.gguf"
+    cut.write_bytes(whole[:-100_000])
+    with pytest.raises(HwkvError, match="cut.gguf: truncated: its tensors need"):
+        measure.measure("grid", measure.Arm("full"), 1024, measure.Settings(cut, n_predict=8, n_threads=1), geometry)
+    assert whole.count(b"output_norm.weight") == 1
+    renamed.write_bytes(whole.replace(b"output_norm.weight", b"output_mean.weight"))
+    row = measure.measure("grid", measure.Arm("full"), 1024, measure.Settings(renamed, n_predict=8, n_threads=1), geometry)
     assert (row.status, row.phase) == ("failed", "start")
-    assert "model" in row.cause
+    assert "output_norm.weight" in row.cause
 
 
 def test_how_weights_are_loaded_changes_no_difference(case, mini_hybrid):

@@ -223,6 +223,7 @@ FAILURES = [
     ("policy make matrix M --matrix D/none.csv", 1, "error: D/none.csv: cannot read: No such file or directory"),
     ("policy make matrix M --matrix D", 1, "error: D: cannot read: Is a directory"),
     ("policy make matrix M --matrix D/long.csv", 1, "error: D/long.csv: line 1: field larger than field limit (131072)"),
+    ("demo -c 512", 2, "argument -c/--ctx-size: '512' is not a number of tokens from 1024 to 8192"),
     ("demo --output P/below", 1, "error: P/below: Not a directory"),
     ("report D/none -o P", 1, "error: D/none: cannot read: no such file"),
     ("policy make pattern M", 1, "error: a pattern needs --pattern or --layer"),

@@ -62,7 +62,7 @@ def answer(llm, prompt, n=6, n_top=TOP):
 
 
 MODELS = {
-    "smollm2": (lambda: f32_copy(testmodels.smollm2()), [[None, 64, 100], [130, 64, 64], [64, 100, 64]], diary),
+    "smollm2": (lambda: f32_copy(testmodels.smollm2()), [[None, 64, 100], [130, 64, 64], [64, 100, 64]], lambda: diary(110)),
     "mini-hybrid": (lambda: MINI_HYBRID, [[64, None, 200, 64], [100, 64, None, 64]], lambda: needle_prompt(3, 1600, 900)[0]),
 }
 

@@ -448,7 +448,7 @@ def test_a_server_that_cannot_start_says_why(tmp_path):
     server = LlamaServer(ServerOptions(model=broken))
     with pytest.raises(HwkvError, match="did not start: exit code 1"):
         server.start()
-    assert server.exit_cause().startswith("exit code 1")
+    assert server.exit_cause().startswith("exit code 1: ") and "error loading model" in server.exit_cause()
 
 
 def test_stop_leaves_no_process(tmp_path):

@@ -40,8 +40,8 @@ def vulkan():
     return env
 
 
-def run(*words, env):
-    done = subprocess.run([str(word) for word in words], text=True, capture_output=True, timeout=3000, env={**os.environ, **env}, cwd=native.ROOT)
+def run(*words, env, timeout_s=3000):
+    done = subprocess.run([str(word) for word in words], text=True, capture_output=True, timeout=timeout_s, env={**os.environ, **env}, cwd=native.ROOT)
     print(done.stdout)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
@@ -106,6 +106,16 @@ def test_a_server_plans_allocates_answers_saves_and_restores(vulkan, options, tm
     assert devices["Vulkan0"]["KV"] == here["kv_bytes"] and "KV" not in devices["host"]
     assert devices["Vulkan0"]["recurrent"] == found["recurrent"]
     assert devices["Vulkan0"]["compute"] == found["compute"]["Vulkan0"]
+
+
+@pytest.mark.timeout(7200)
+def test_demo(vulkan, tmp_path):
+    """At its shortest, which is 5,000 tokens to read and 400 to write: a device in software does 4 and 0.8 of them a second."""
+    out = run(*HWKV, "demo", "-c", 1024, "--output", tmp_path, env={**vulkan, "LLAMA_ARG_LOG_VERBOSITY": "4"}, timeout_s=7000)
+    assert "KV allocated" in out and "   policy   " in out
+    for log in ("off", "embedded"):
+        text = (tmp_path / f"llama-server-{log}.log").read_text()
+        assert "Vulkan0 KV buffer size" in text and "CPU KV buffer size" not in text
 
 
 def test_calibration(vulkan, mini_hybrid, tmp_path):
