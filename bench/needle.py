@@ -1,7 +1,7 @@
 """Does a policy still find far facts, where a uniform window of the same size does not?
 
 The mini hybrid answers prompts that state two facts and ask for one (bench/minilang.py), through the real llama-server: with full KV,
-under a policy, and under the uniform window that keeps as many cells. Greedy, exact three digits.
+under a policy, and under the uniform window that keeps as many cells. Greedy, exact three digits, by how far back the fact stands.
 
     python bench/needle.py                                    policies/mini-hybrid/seqcalib.json
     python bench/needle.py --policy other.json --prompts 5    quicker and rougher
@@ -13,6 +13,7 @@ import argparse
 import datetime
 import json
 from pathlib import Path
+from statistics import mean
 
 from minilang import needle_prompt
 from rich.console import Console
@@ -29,8 +30,8 @@ RESULTS = Path(__file__).parent / "results" / "needle.jsonl"
 LENGTHS = {1024: (32, 64, 128, 256, 400, 700, 1000), 2048: (32, 64, 128, 256, 700, 1000, 2000)}  # prompt tokens: distances
 
 
-def accuracy(policy, lengths=LENGTHS, n_prompts=20):
-    """{prompt tokens: share of exact answers} of the mini hybrid under a Policy, None for full KV."""
+def recall(policy, lengths=LENGTHS, n_prompts=20):
+    """{prompt tokens: {distance: share of exact answers}} of the mini hybrid under a Policy, None for full KV."""
     path = "off"
     if policy is not None:
         path = native.ROOT / "build" / f"needle-{policy.fingerprint(8)}.json"
@@ -39,13 +40,13 @@ def accuracy(policy, lengths=LENGTHS, n_prompts=20):
     with LlamaServer(ServerOptions(model=MODEL, policy=path, n_ctx=4096, n_ubatch=64, n_parallel=1, n_threads=1, flash_attn="on",
                                    extra=("--cache-ram", "0", "--ctx-checkpoints", "0"))) as server:
         for n_tokens, distances in lengths.items():
+            right = dict.fromkeys(distances, 0)
             cases = [(seed, distance) for distance in distances for seed in range(n_prompts)]
-            right = 0
             for seed, distance in tqdm(cases, desc=f"{n_tokens} tokens", leave=False):
                 prompt, answer = needle_prompt(1000 + seed, n_tokens, distance)
                 reply = server.post("/completion", {"prompt": prompt, "n_predict": 3, "temperature": 0, "cache_prompt": False})
-                right += reply["content"].strip() == answer
-            result[n_tokens] = right / len(cases)
+                right[distance] += reply["content"].strip() == answer
+            result[n_tokens] = {distance: n / n_prompts for distance, n in right.items()}
     return result
 
 
@@ -66,21 +67,23 @@ def main():
     uniform = same_size(geometry, policy, longest)
     window = next(iter(uniform.layers.values()))[0]
     RESULTS.parent.mkdir(exist_ok=True)
-    table = Table(title="exact answers of the mini hybrid, greedy, through llama-server")
-    for heading in ("", f"cells kept at {longest}", *(f"{n} tokens" for n in LENGTHS)):
-        table.add_column(heading, justify="right" if heading else "left")
-    for name, arm in (("full KV", None), ("policy", policy), (f"uniform window {window}", uniform)):
-        found = accuracy(arm, n_prompts=args.prompts)
+    tables = {}
+    for n_tokens, distances in LENGTHS.items():
+        tables[n_tokens] = Table(title=f"exact answers of the mini hybrid to prompts of {n_tokens} tokens, by distance of the fact")
+        for heading in ("", f"kept at {longest}", *map(str, distances), "all"):
+            tables[n_tokens].add_column(heading, justify="right" if heading else "left")
+    for name, arm in (("full KV", None), ("policy", policy), (f"one window of {window}", uniform)):
+        found = recall(arm, n_prompts=args.prompts)
         retention = 1.0 if arm is None else arm.retention(longest, geometry)
-        table.add_row(name, f"{retention:.3f}", *(f"{share:.3f}" for share in found.values()))
         with open(RESULTS, "a") as rows:
-            for n_tokens, share in found.items():
+            for n_tokens, shares in found.items():
+                tables[n_tokens].add_row(name, f"{retention:.3f}", *(f"{share:.2f}" for share in shares.values()), f"{mean(shares.values()):.3f}")
                 rows.write(json.dumps({
                     "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "model": MODEL.name,
                     "model_sha256": digest.of_model(MODEL), "arm": name, "retention": round(retention, 6),
                     "policy_fingerprint": arm.fingerprint(geometry.n_layer) if arm else None, "n_prompt_tokens": n_tokens,
-                    "distances": LENGTHS[n_tokens], "prompts_per_distance": args.prompts, "accuracy": share}) + "\n")
-    Console().print(table)
+                    "prompts_per_distance": args.prompts, "accuracy": mean(shares.values()), "accuracy_by_distance": shares}) + "\n")
+    Console().print(*tables.values())
 
 
 if __name__ == "__main__":

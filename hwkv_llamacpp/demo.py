@@ -89,8 +89,8 @@ def show(output, n_ctx, console):
         log = output / f"llama-server-{choice}.log"
         console.print(f"Serving with {name} ...")
         with LlamaServer(ServerOptions(model=model, policy=choice, n_ctx=n_ctx, n_parallel=1, flash_attn="on",
-                                       # nothing but the KV cache may grow between the runs
-                                       extra=("--cache-ram", "0", "--ctx-checkpoints", "0")), log) as server:
+                                       # nothing but the KV cache may grow between the runs; the log tells the buffers of each device
+                                       extra=("--cache-ram", "0", "--ctx-checkpoints", "0", "-lv", "4")), log) as server:
             arms[name] = measure(server, text, full_kv_bytes)
 
     full, policy_arm = arms.values()

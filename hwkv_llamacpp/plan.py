@@ -12,6 +12,7 @@ from .options import count
 from .planner import HOST, MIB, PARTS, Planner, largest_context
 from .serve import ENVIRONMENT, policy_choice
 
+HEAP_BYTES = 32 * MIB  # what is larger, glibc always maps by itself and gives back whole
 CHECKPOINTS, PROMPT_CACHE_BYTES = 32, 8192 * MIB  # llama-server's defaults for --ctx-checkpoints and --cache-ram
 
 
@@ -132,7 +133,9 @@ def show(console, geometry, plans):
     if any(plan.checkpoint_bytes for plan in plans.values()):
         each = ", ".join(f"{plan.checkpoint_bytes / MIB:,.2f} MiB ({name})" for name, plan in plans.items() if plan.checkpoint_bytes)
         console.print(f"  context checkpoints, up to {CHECKPOINTS} per slot (--ctx-checkpoints); each takes {each}", soft_wrap=True)
-    console.print(f"  the cache of earlier prompts, up to {PROMPT_CACHE_BYTES / MIB:,.0f} MiB (--cache-ram)", soft_wrap=True)
+    console.print(f"  the cache of earlier prompts, up to {PROMPT_CACHE_BYTES / MIB:,.0f} MiB (--cache-ram), and for a moment one prompt more", soft_wrap=True)
+    if any(plan.checkpoint_bytes and plan.checkpoint_bytes < HEAP_BYTES for plan in plans.values()):
+        console.print("  a third more of both: so small, they lie in the C library's heap and leave gaps there", soft_wrap=True)
 
 
 def show_largest(console, geometry, largest, limits, plans):

@@ -1,6 +1,7 @@
 """Models and helpers that several tests share."""
 
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -10,6 +11,9 @@ import pytest
 from gguf import GGUFValueType, GGUFWriter
 
 DATA = Path(__file__).parent / "data"
+
+# A shell that starts tests in the background has SIGINT ignored, and every process that they start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # real models

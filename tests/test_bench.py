@@ -78,11 +78,11 @@ def test_every_end_has_its_cause(case, end, status, phase, cause):
 
 
 @pytest.mark.parametrize("end, phase, settings", [("hang-start", "start", {"start_timeout_s": 1}), ("hang-prefill", "prefill", {"timeout_s": 1}),
-                                                  ("hang-decode", "decode", {"timeout_s": 1})])
+                                                  ("hang-decode", "decode", {"timeout_s": 5})])
 def test_a_hang_ends_at_the_timeout(case, end, phase, settings):
     row = case(end, **settings)
-    assert (row.status, row.phase, row.cause) == ("timeout", phase, "no end after 1 s")
-    assert row.wall_s < 12
+    assert (row.status, row.phase, row.cause) == ("timeout", phase, f"no end after {next(iter(settings.values()))} s")
+    assert row.wall_s < 15
 
 
 def test_a_taken_port_is_tried_again(case, tmp_path, monkeypatch):

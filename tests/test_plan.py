@@ -2,12 +2,16 @@
 
 import importlib.util
 import json
+import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from minilang import needle_prompt
 
 from hwkv_llamacpp import HwkvError, ModelGeometry, Policy, dry_run, handmade, native
 from hwkv_llamacpp.planner import Header, Planner, excess, largest_context
+from hwkv_llamacpp.server import LlamaServer, ServerOptions
 
 ROOT = Path(__file__).parent.parent
 GIB = 2**30
@@ -196,6 +200,7 @@ def test_the_command_on_a_model_that_is_here(built, hwkv, mini_hybrid, tmp_path)
     code, out, _ = hwkv("plan", mini_hybrid, "--policy", policy, "-c", 4096, "-np", 2, "--memory", "1TiB")
     assert "-c 4096, 2 slots of 2048, MiB" in out and "total, all slots" in out and "contexts of several slots" in out
     assert "KV, window 64, 3 KV heads, 768 cells x 2 slots" in out and "context checkpoints, up to 32 per slot" in out
+    assert "a third more of both" in out
     assert "8,192 *   8,192 *   1.000" in out and "all that the model was trained for" in out
 
 
@@ -241,3 +246,38 @@ def test_a_draft_model_is_part_of_the_total(built, hwkv, mini_hybrid):
 def test_bad_input_is_one_sentence(hwkv, mini_hybrid, words, code, message):
     got, _, err = hwkv("plan", *[mini_hybrid if word == "MODEL" else word for word in words])
     assert got == code and message in err.splitlines()[-1]
+
+
+# what fills as requests come
+
+def test_edited_chats_stay_within_the_lines_for_checkpoints_and_prompts(built, mini_hybrid, tmp_path):
+    """40 chats that grow and are edited, on four slots: every slot has all its checkpoints and the cache of prompts is full.
+
+    A larger model's are each mapped by themselves; those of this one would lie in glibc's heap, whose gaps take up to a third more.
+    """
+    n_checkpoints, n_cache = 3, 24 * 2**20
+    path, rows = tmp_path / "p.json", {3: (None, 512, 512, 512), 7: (512, None, 512, 512)}
+    Policy(rows).save(path)
+    options = ServerOptions(mini_hybrid, path, n_ctx=4096, n_batch=256, n_ubatch=128, n_parallel=4, n_threads=1, n_gpu_layers=0, flash_attn="on",
+                            extra=("--ctx-checkpoints", str(n_checkpoints), "--checkpoint-min-step", "64", "--cache-ram", str(n_cache >> 20), "-lv", "4"),
+                            environment={"MALLOC_MMAP_THRESHOLD_": "65536"})
+    plan = Planner(mini_hybrid).plan(context(mini_hybrid, 4096, policy=str(path), n_batch=256, n_ubatch=128, n_parallel=4, n_gpu_layers=0), Policy(rows))
+    with LlamaServer(options) as server:
+        def chat(i):
+            text = needle_prompt(i, 600, 300)[0]
+            for prompt in (text[:700], text[:1100], text[:1500], text, text + text[:400], text[:1200] + text[1400:]):
+                assert server.post("/completion", {"prompt": prompt, "n_predict": 4})["tokens_predicted"] == 4
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(chat, range(40)))
+        peak, log = server.memory()["rss_peak_bytes"], server.log()
+    made, dropped = log.count("created context checkpoint"), log.count("erasing old context checkpoint")
+    states = [(int(n), float(mib) * 2**20) for n, mib in re.findall(r"cache state: (\d+) prompts, ([\d.]+) MiB", log)]
+    fullest = max(n_bytes for _, n_bytes in states)
+    one_prompt = max(n_bytes / n for n, n_bytes in states if n)  # is there before the oldest goes
+    most = plan.total_bytes + 4 * n_checkpoints * plan.checkpoint_bytes + n_cache + one_prompt
+    print(f"peak {peak / 2**20:.1f} of {most / 2**20:.1f} MiB, {plan.total_bytes / 2**20:.1f} at the start; {made} checkpoints made, {dropped} dropped; "
+          f"cache of prompts up to {fullest / 2**20:.1f} MiB")
+    assert 0.9 * n_cache < fullest <= n_cache
+    assert made > 4 * n_checkpoints and dropped > 0
+    assert peak <= 1.02 * most
