@@ -1,7 +1,7 @@
 #pragma once
 
 #ifndef __cplusplus
-#error "This header is for C++ only"
+#    error "This header is for C++ only"
 #endif
 
 // what the tools need to offer --hwkv-policy
@@ -29,7 +29,7 @@ inline std::string llama_hwkv_policy_arg(const std::string & value) {
     static std::map<std::string, std::string> read;
 
     if (read.count(value) == 0) {
-        char id [64];
+        char id[64];
         char err[1024];
 
         if (llama_hwkv_register_file(value.c_str(), id, sizeof(id), err, sizeof(err)) != 0) {
@@ -48,9 +48,10 @@ inline void llama_hwkv_policy_override(std::vector<llama_model_kv_override> & ov
         return;
     }
 
-    overrides.erase(std::remove_if(overrides.begin(), overrides.end(), [](const llama_model_kv_override & o) {
-        return strcmp(o.key, LLAMA_HWKV_OVERRIDE_KEY) == 0;
-    }), overrides.end());
+    overrides.erase(
+        std::remove_if(overrides.begin(), overrides.end(),
+                       [](const llama_model_kv_override & o) { return strcmp(o.key, LLAMA_HWKV_OVERRIDE_KEY) == 0; }),
+        overrides.end());
 
     if (value == "embedded") {
         return;
@@ -59,8 +60,8 @@ inline void llama_hwkv_policy_override(std::vector<llama_model_kv_override> & ov
     llama_model_kv_override o = {};
 
     o.tag = LLAMA_KV_OVERRIDE_TYPE_STR;
-    strncpy(o.key,     LLAMA_HWKV_OVERRIDE_KEY, sizeof(o.key)     - 1);
-    strncpy(o.val_str, value.c_str(),           sizeof(o.val_str) - 1);
+    strncpy(o.key, LLAMA_HWKV_OVERRIDE_KEY, sizeof(o.key) - 1);
+    strncpy(o.val_str, value.c_str(), sizeof(o.val_str) - 1);
 
     overrides.insert(overrides.begin(), o);
 

@@ -8,12 +8,11 @@
 // llm_graph_hwkv
 //
 
-llm_graph_hwkv::llm_graph_hwkv(
-               ggml_context * ctx0,
-         const llama_ubatch & ubatch,
-        const llama_hparams & hparams,
-        const llama_cparams & cparams,
-        const llama_memory_hwkv_context * mctx) :
+llm_graph_hwkv::llm_graph_hwkv(ggml_context *                    ctx0,
+                               const llama_ubatch &              ubatch,
+                               const llama_hparams &             hparams,
+                               const llama_cparams &             cparams,
+                               const llama_memory_hwkv_context * mctx) :
     hparams(hparams),
     cparams(cparams),
     mctx(mctx) {
@@ -48,8 +47,8 @@ void llm_graph_hwkv::set_input(const llama_ubatch * ubatch) {
 
         // see llama_non_causal_type: for llama_kv_cache a cache with a window is the model's own sliding window,
         //   but ours stands for a global layer, which stays causal
-        const bool causal = cparams.causal_attn ||
-            (hparams.non_causal_type == LLAMA_NON_CAUSAL_TYPE_SWA_ONLY && !mctx->get_mem().is_native_swa(ig));
+        const bool causal = cparams.causal_attn || (hparams.non_causal_type == LLAMA_NON_CAUSAL_TYPE_SWA_ONLY &&
+                                                    !mctx->get_mem().is_native_swa(ig));
 
         // inputs that the graph does not use are not allocated
         if (g.k_idxs->buffer) {
@@ -96,15 +95,19 @@ const llm_graph_hwkv::group & llm_graph_hwkv::rot_of(uint32_t il) const {
 }
 
 // the heads of a part side by side: t [n_embd_head, n_head, n_tokens], n_rep heads for each KV head
-static ggml_tensor * hwkv_gather(ggml_context * ctx0, ggml_tensor * t, const llama_memory_hwkv::part & p, int64_t n_rep) {
-    if (p.n_head_kv*n_rep == t->ne[1]) {
+static ggml_tensor * hwkv_gather(ggml_context *                  ctx0,
+                                 ggml_tensor *                   t,
+                                 const llama_memory_hwkv::part & p,
+                                 int64_t                         n_rep) {
+    if (p.n_head_kv * n_rep == t->ne[1]) {
         return t;
     }
 
     ggml_tensor * res = nullptr;
 
     for (const auto & r : p.runs) {
-        ggml_tensor * cur = ggml_view_3d(ctx0, t, t->ne[0], r.n*n_rep, t->ne[2], t->nb[1], t->nb[2], r.first*n_rep*t->nb[1]);
+        ggml_tensor * cur =
+            ggml_view_3d(ctx0, t, t->ne[0], r.n * n_rep, t->ne[2], t->nb[1], t->nb[2], r.first * n_rep * t->nb[1]);
 
         res = res ? ggml_concat(ctx0, res, cur, 1) : cur;
     }
@@ -113,15 +116,18 @@ static ggml_tensor * hwkv_gather(ggml_context * ctx0, ggml_tensor * t, const lla
 }
 
 // the same for a tensor of one value per query head
-static ggml_tensor * hwkv_gather_1d(ggml_context * ctx0, ggml_tensor * t, const llama_memory_hwkv::part & p, int64_t n_rep) {
-    if (p.n_head_kv*n_rep == t->ne[0]) {
+static ggml_tensor * hwkv_gather_1d(ggml_context *                  ctx0,
+                                    ggml_tensor *                   t,
+                                    const llama_memory_hwkv::part & p,
+                                    int64_t                         n_rep) {
+    if (p.n_head_kv * n_rep == t->ne[0]) {
         return t;
     }
 
     ggml_tensor * res = nullptr;
 
     for (const auto & r : p.runs) {
-        ggml_tensor * cur = ggml_view_1d(ctx0, t, r.n*n_rep, r.first*n_rep*t->nb[0]);
+        ggml_tensor * cur = ggml_view_1d(ctx0, t, r.n * n_rep, r.first * n_rep * t->nb[0]);
 
         res = res ? ggml_concat(ctx0, res, cur, 0) : cur;
     }
@@ -129,19 +135,18 @@ static ggml_tensor * hwkv_gather_1d(ggml_context * ctx0, ggml_tensor * t, const 
     return res;
 }
 
-ggml_tensor * llm_graph_hwkv::build_attn(
-        const llm_graph_context & g,
-        ggml_tensor * wo,
-        ggml_tensor * wo_b,
-        ggml_tensor * wo_s,
-        ggml_tensor * q_cur,
-        ggml_tensor * k_cur,
-        ggml_tensor * v_cur,
-        ggml_tensor * kq_b,
-        ggml_tensor * sinks,
-        ggml_tensor * v_mla,
-              float   kq_scale,
-                int   il) const {
+ggml_tensor * llm_graph_hwkv::build_attn(const llm_graph_context & g,
+                                         ggml_tensor *             wo,
+                                         ggml_tensor *             wo_b,
+                                         ggml_tensor *             wo_s,
+                                         ggml_tensor *             q_cur,
+                                         ggml_tensor *             k_cur,
+                                         ggml_tensor *             v_cur,
+                                         ggml_tensor *             kq_b,
+                                         ggml_tensor *             sinks,
+                                         ggml_tensor *             v_mla,
+                                         float                     kq_scale,
+                                         int                       il) const {
     GGML_ASSERT(kq_b == nullptr && v_mla == nullptr && !cparams.training);
 
     ggml_context * ctx0 = g.ctx0;
@@ -176,7 +181,7 @@ ggml_tensor * llm_graph_hwkv::build_attn(
 
     GGML_ASSERT(q_cur->ne[1] % n_head_kv == 0);
 
-    const int64_t n_gqa = q_cur->ne[1]/n_head_kv;
+    const int64_t n_gqa = q_cur->ne[1] / n_head_kv;
 
     // store all before attending: fewer graph splits
     for (const auto & p : parts) {
@@ -211,13 +216,14 @@ ggml_tensor * llm_graph_hwkv::build_attn(
 
         ggml_tensor * cur = g.build_attn_mha(q, k, v, nullptr, groups[p.ig].kq_mask, sinks_p, nullptr, 0, kq_scale, il);
 
-        const int64_t n_embd_kv = cur->ne[0]/p.n_head_kv;
+        const int64_t n_embd_kv = cur->ne[0] / p.n_head_kv;
 
         int64_t i0 = 0;
 
         for (const auto & r : p.runs) {
             outs.emplace_back(r.first, p.runs.size() == 1 ? cur :
-                    ggml_view_2d(ctx0, cur, r.n*n_embd_kv, cur->ne[1], cur->nb[1], i0*n_embd_kv*cur->nb[0]));
+                                                            ggml_view_2d(ctx0, cur, r.n * n_embd_kv, cur->ne[1],
+                                                                         cur->nb[1], i0 * n_embd_kv * cur->nb[0]));
 
             i0 += r.n;
         }
@@ -227,13 +233,15 @@ ggml_tensor * llm_graph_hwkv::build_attn(
     std::sort(outs.begin(), outs.end(), [](const auto & a, const auto & b) { return a.first < b.first; });
 
     while (outs.size() > 1) {
-        for (size_t i = 0; 2*i < outs.size(); ++i) {
-            const auto & a = outs[2*i];
+        for (size_t i = 0; 2 * i < outs.size(); ++i) {
+            const auto & a = outs[2 * i];
 
-            outs[i] = 2*i + 1 == outs.size() ? a : std::make_pair(a.first, ggml_concat(ctx0, a.second, outs[2*i + 1].second, 0));
+            outs[i] = 2 * i + 1 == outs.size() ?
+                          a :
+                          std::make_pair(a.first, ggml_concat(ctx0, a.second, outs[2 * i + 1].second, 0));
         }
 
-        outs.resize((outs.size() + 1)/2);
+        outs.resize((outs.size() + 1) / 2);
     }
 
     ggml_tensor * cur = outs[0].second;
@@ -273,39 +281,35 @@ ggml_tensor * llm_graph_hwkv::build_attn(
 //
 
 // base: the input class of the memory that llama_memory_hwkv stands in for
-template <typename base>
-class llm_graph_input_hwkv_attn : public base {
-public:
+template <typename base> class llm_graph_input_hwkv_attn : public base {
+  public:
     llm_graph_input_hwkv_attn(const llm_graph_context & g, const llama_memory_hwkv_context * mctx) :
         base(g.hparams, g.cparams, nullptr),
         impl(g.ctx0, g.ubatch, g.hparams, g.cparams, mctx) {
         base::hwkv = &impl;
     }
 
-    void set_input(const llama_ubatch * ubatch) override {
-        impl.set_input(ubatch);
-    }
+    void set_input(const llama_ubatch * ubatch) override { impl.set_input(ubatch); }
 
     bool can_reuse(const llm_graph_params & params) override {
         return impl.can_reuse(params, static_cast<const llama_memory_hwkv_context *>(params.mctx));
     }
 
-private:
+  private:
     llm_graph_hwkv impl;
 };
 
-template <typename base, typename base_attn>
-class llm_graph_input_hwkv_hybrid : public base {
-public:
+template <typename base, typename base_attn> class llm_graph_input_hwkv_hybrid : public base {
+  public:
     llm_graph_input_hwkv_hybrid(const llm_graph_context & g, const llama_memory_hwkv_context * mctx) :
         base(g.cparams,
-            std::make_unique<llm_graph_input_hwkv_attn<base_attn>>(g, mctx),
-            build_rs_inp_impl(g.ctx0, g.ubatch, mctx->get_recr()), nullptr) {
-    }
+             std::make_unique<llm_graph_input_hwkv_attn<base_attn>>(g, mctx),
+             build_rs_inp_impl(g.ctx0, g.ubatch, mctx->get_recr()),
+             nullptr) {}
 
     void set_input(const llama_ubatch * ubatch) override {
         base::inp_attn->set_input(ubatch);
-        base::inp_rs  ->set_input(ubatch);
+        base::inp_rs->set_input(ubatch);
     }
 
     bool can_reuse(const llm_graph_params & params) override {
@@ -318,8 +322,8 @@ public:
         bool res = base::inp_attn->can_reuse(params);
 
         // the checks of llm_graph_input_mem_hybrid::can_reuse()
-        res &= rs.s_copy->ne[0]       == recr->get_n_rs();
-        res &= rs.s_copy_main->ne[0]  == params.ubatch.n_seqs;
+        res &= rs.s_copy->ne[0] == recr->get_n_rs();
+        res &= rs.s_copy_main->ne[0] == params.ubatch.n_seqs;
         res &= rs.s_copy_extra->ne[0] == recr->get_n_rs() - params.ubatch.n_seqs;
 
         res &= rs.head == recr->get_head();
@@ -329,8 +333,7 @@ public:
     }
 };
 
-template <typename input, typename base>
-static std::unique_ptr<base> hwkv_make_input(const llm_graph_context & g) {
+template <typename input, typename base> static std::unique_ptr<base> hwkv_make_input(const llm_graph_context & g) {
     const auto * mctx = dynamic_cast<const llama_memory_hwkv_context *>(g.mctx);
 
     return mctx ? std::make_unique<input>(g, mctx) : nullptr;
@@ -345,9 +348,11 @@ std::unique_ptr<llm_graph_input_attn_kv_iswa> llm_graph_hwkv_inp_attn_kv_iswa(co
 }
 
 std::unique_ptr<llm_graph_input_mem_hybrid> llm_graph_hwkv_inp_mem_hybrid(const llm_graph_context & g) {
-    return hwkv_make_input<llm_graph_input_hwkv_hybrid<llm_graph_input_mem_hybrid, llm_graph_input_attn_kv>, llm_graph_input_mem_hybrid>(g);
+    return hwkv_make_input<llm_graph_input_hwkv_hybrid<llm_graph_input_mem_hybrid, llm_graph_input_attn_kv>,
+                           llm_graph_input_mem_hybrid>(g);
 }
 
 std::unique_ptr<llm_graph_input_mem_hybrid_iswa> llm_graph_hwkv_inp_mem_hybrid_iswa(const llm_graph_context & g) {
-    return hwkv_make_input<llm_graph_input_hwkv_hybrid<llm_graph_input_mem_hybrid_iswa, llm_graph_input_attn_kv_iswa>, llm_graph_input_mem_hybrid_iswa>(g);
+    return hwkv_make_input<llm_graph_input_hwkv_hybrid<llm_graph_input_mem_hybrid_iswa, llm_graph_input_attn_kv_iswa>,
+                           llm_graph_input_mem_hybrid_iswa>(g);
 }

@@ -1,10 +1,9 @@
 #include "llama-hwkv-layerwise.h"
 
+#include "ggml-backend.h"
 #include "llama-batch.h"
 #include "llama-hwkv-policy.h"
 #include "llama-impl.h"
-
-#include "ggml-backend.h"
 
 #include <stdexcept>
 #include <unordered_map>
@@ -81,7 +80,7 @@ const llama_hwkv_layerwise::attention & llama_hwkv_layerwise::get() const {
 }
 
 size_t llama_hwkv_layerwise::n_bytes() const {
-    std::set<const void *> seen; // saved cuts share what did not change
+    std::set<const void *> seen;  // saved cuts share what did not change
 
     size_t res = 0;
 
@@ -153,7 +152,7 @@ static ggml_tensor * layerwise_root(ggml_tensor * t) {
 
 ggml_cgraph * llama_hwkv_layerwise::slice(ggml_cgraph * gf) {
     // the cut tensors of the last graph are gone
-    live_in .clear();
+    live_in.clear();
     live_out.clear();
 
     if (!active) {
@@ -161,8 +160,8 @@ ggml_cgraph * llama_hwkv_layerwise::slice(ggml_cgraph * gf) {
     }
 
     const int n_nodes = ggml_graph_n_nodes(gf);
-    const int i0      = il_from == NONE ? 0       : cut_of(il_from)->i_node;
-    const int i1      = il_to   == NONE ? n_nodes : cut_of(il_to  )->i_node;
+    const int i0      = il_from == NONE ? 0 : cut_of(il_from)->i_node;
+    const int i1      = il_to == NONE ? n_nodes : cut_of(il_to)->i_node;
 
     std::unordered_map<const ggml_tensor *, int> index;
 
@@ -276,14 +275,17 @@ void llama_hwkv_layerwise::load() {
 }
 
 // dim: the dimension of t that counts tokens; what lies below it is a row
-void llama_hwkv_layerwise::capture(const llama_ubatch & ubatch, const ggml_tensor * t, int dim, std::vector<float> & dst) const {
+void llama_hwkv_layerwise::capture(const llama_ubatch & ubatch,
+                                   const ggml_tensor *  t,
+                                   int                  dim,
+                                   std::vector<float> & dst) const {
     GGML_ASSERT(t->type == GGML_TYPE_F32 && t->nb[0] == sizeof(float) && t->ne[dim] == ubatch.n_tokens);
 
     // the heads of a row may have gaps in between
     const size_t n_head = dim == 2 ? t->ne[1] : 1;
     const size_t n_embd = t->ne[0];
 
-    dst.resize(n_embd*n_head*n_samples);
+    dst.resize(n_embd * n_head * n_samples);
 
     for (uint32_t it = 0; it < ubatch.n_tokens; ++it) {
         const auto sample = samples.find({ ubatch.seq_id[it][0], ubatch.pos[it] });
@@ -294,7 +296,8 @@ void llama_hwkv_layerwise::capture(const llama_ubatch & ubatch, const ggml_tenso
 
         for (const size_t is : sample->second) {
             for (size_t ih = 0; ih < n_head; ++ih) {
-                ggml_backend_tensor_get(t, dst.data() + (is*n_head + ih)*n_embd, it*t->nb[dim] + ih*t->nb[1]*(dim == 2), n_embd*sizeof(float));
+                ggml_backend_tensor_get(t, dst.data() + (is * n_head + ih) * n_embd,
+                                        it * t->nb[dim] + ih * t->nb[1] * (dim == 2), n_embd * sizeof(float));
             }
         }
     }

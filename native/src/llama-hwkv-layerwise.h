@@ -1,8 +1,7 @@
 #pragma once
 
-#include "llama.h"
-
 #include "ggml-cpp.h"
+#include "llama.h"
 
 #include <cstdint>
 #include <map>
@@ -25,8 +24,8 @@ struct llama_ubatch;
 //   before it (the residual stream, Q, ...) is kept on the host in between, so that every layer is computed once, and under
 //   windows that were chosen after seeing all of the Q, K and V that enter it
 class llama_hwkv_layerwise {
-public:
-    static constexpr int32_t NONE = -1; // before the first node, or behind the last
+  public:
+    static constexpr int32_t NONE = -1;  // before the first node, or behind the last
 
     //
     // by whoever calibrates
@@ -47,27 +46,27 @@ public:
     // go back to an earlier cut; false if it was not saved. the K and V behind it in the cache are still those of the last run
     int32_t save();
     bool    restore(int32_t id);
-    void    drop   (int32_t id);
+    void    drop(int32_t id);
 
     // of the last run: Q at its end [n_embd_head_k, n_head, n_samples], attention output at its start [n_embd_head_v*n_head, n_samples]
     struct attention {
         std::vector<float> q;
         std::vector<float> out;
-        std::vector<float> sinks; // [n_head], empty if the layer has none
+        std::vector<float> sinks;  // [n_head], empty if the layer has none
 
         float scale = 1.0f;
     };
 
     const attention & get() const;
 
-    size_t n_bytes() const; // kept on the host, saved cuts included
+    size_t n_bytes() const;  // kept on the host, saved cuts included
 
     //
     // by the graph: where the cuts are
     //
 
     void graph_begin();
-    void on_stored  (uint32_t il, int i_node, ggml_tensor * q, ggml_tensor * sinks, float scale);
+    void on_stored(uint32_t il, int i_node, ggml_tensor * q, ggml_tensor * sinks, float scale);
     void on_attended(uint32_t il, ggml_tensor * out);
 
     //
@@ -76,7 +75,7 @@ public:
 
     // the windows that the attention of the run has to mask, see set_windows()
     int32_t  window(uint32_t ih) const;
-    uint32_t n_sink()            const;
+    uint32_t n_sink() const;
 
     //
     // by the context, around the computation of each ubatch
@@ -86,13 +85,13 @@ public:
     void          load();
     void          store(const llama_ubatch & ubatch);
 
-private:
+  private:
     struct cut {
         int i_node = 0;
 
-        ggml_tensor * q     = nullptr; // [n_embd_head_k, n_head, n_tokens]
-        ggml_tensor * sinks = nullptr; // [n_head]
-        ggml_tensor * out   = nullptr; // [n_embd_head_v*n_head, n_tokens]
+        ggml_tensor * q     = nullptr;  // [n_embd_head_k, n_head, n_tokens]
+        ggml_tensor * sinks = nullptr;  // [n_head]
+        ggml_tensor * out   = nullptr;  // [n_embd_head_v*n_head, n_tokens]
 
         float scale = 1.0f;
     };
@@ -108,27 +107,27 @@ private:
         std::vector<int32_t> windows;
     };
 
-    std::map<uint32_t, row> rows;
-    std::map<std::pair<llama_seq_id, llama_pos>, std::vector<size_t>> samples; // -> indices
-    size_t n_samples = 0;
+    std::map<uint32_t, row>                                           rows;
+    std::map<std::pair<llama_seq_id, llama_pos>, std::vector<size_t>> samples;  // -> indices
+    size_t                                                            n_samples = 0;
 
     bool    active  = false;
     int32_t il_from = NONE;
     int32_t il_to   = NONE;
-    int     iu      = 0; // ubatch of the run
+    int     iu      = 0;  // ubatch of the run
 
     kept                    state;
-    std::set<key>           needed; // by what lies behind the end of the run
+    std::set<key>           needed;  // by what lies behind the end of the run
     std::map<int32_t, kept> saved;
     int32_t                 id_next = 0;
 
     attention result;
 
     // of the ubatch's graph
-    std::map<uint32_t, cut>                     cuts;
-    std::vector<std::pair<int, ggml_tensor *>>  live_in;  // node, tensor
-    std::vector<std::pair<int, ggml_tensor *>>  live_out;
-    ggml_context_ptr                            ctx;
+    std::map<uint32_t, cut>                    cuts;
+    std::vector<std::pair<int, ggml_tensor *>> live_in;  // node, tensor
+    std::vector<std::pair<int, ggml_tensor *>> live_out;
+    ggml_context_ptr                           ctx;
 
     const cut * cut_of(int32_t il) const;
 

@@ -1,13 +1,11 @@
 #include "llama-hwkv-policy.h"
 
-#include "llama-impl.h"
-#include "llama-model.h"
-#include "llama-model-loader.h"
-
-#include "gguf.h"
-#include "ggml-cpp.h"
-
 #include "../vendor/nlohmann/json.hpp"
+#include "ggml-cpp.h"
+#include "gguf.h"
+#include "llama-impl.h"
+#include "llama-model-loader.h"
+#include "llama-model.h"
 
 #include <algorithm>
 #include <fstream>
@@ -25,11 +23,16 @@ using json = nlohmann::ordered_json;
 
 const char * llama_hwkv_layer_kind_name(llama_hwkv_layer_kind kind) {
     switch (kind) {
-        case LLAMA_HWKV_LAYER_ATTENTION: return "attention";
-        case LLAMA_HWKV_LAYER_SWA:       return "swa";
-        case LLAMA_HWKV_LAYER_RECURRENT: return "recurrent";
-        case LLAMA_HWKV_LAYER_REUSE:     return "reuse";
-        case LLAMA_HWKV_LAYER_NONE:      return "none";
+        case LLAMA_HWKV_LAYER_ATTENTION:
+            return "attention";
+        case LLAMA_HWKV_LAYER_SWA:
+            return "swa";
+        case LLAMA_HWKV_LAYER_RECURRENT:
+            return "recurrent";
+        case LLAMA_HWKV_LAYER_REUSE:
+            return "reuse";
+        case LLAMA_HWKV_LAYER_NONE:
+            return "none";
     }
 
     GGML_ABORT("fatal error");
@@ -165,7 +168,7 @@ uint64_t llama_hwkv_fnv1a(const std::string & text) {
     uint64_t h = 0xcbf29ce484222325ull;
 
     for (const unsigned char c : text) {
-        h = (h ^ c)*0x100000001b3ull;
+        h = (h ^ c) * 0x100000001b3ull;
     }
 
     return h;
@@ -225,28 +228,30 @@ void llama_hwkv_policy::check(const llama_model & model) const {
     const std::string arch = model.arch_name();
 
     if (!architecture.empty() && architecture != arch) {
-        throw std::runtime_error(format("%s: model.architecture is \"%s\", but the model is \"%s\": a policy of another model",
-                source.c_str(), architecture.c_str(), arch.c_str()));
+        throw std::runtime_error(
+            format("%s: model.architecture is \"%s\", but the model is \"%s\": a policy of another model",
+                   source.c_str(), architecture.c_str(), arch.c_str()));
     }
     if (n_layer != 0 && n_layer != hparams.n_layer_all) {
-        throw std::runtime_error(format("%s: model.n_layer is %u, but the model has %u layers: a policy of another model",
-                source.c_str(), n_layer, hparams.n_layer_all));
+        throw std::runtime_error(
+            format("%s: model.n_layer is %u, but the model has %u layers: a policy of another model", source.c_str(),
+                   n_layer, hparams.n_layer_all));
     }
 
     for (const auto & [il, row] : rows) {
         if (il >= hparams.n_layer_all) {
-            throw std::runtime_error(format("%s: layer %u does not exist, the model has layers 0 to %u",
-                    source.c_str(), il, hparams.n_layer_all - 1));
+            throw std::runtime_error(format("%s: layer %u does not exist, the model has layers 0 to %u", source.c_str(),
+                                            il, hparams.n_layer_all - 1));
         }
 
         const auto kind = llama_hwkv_layer_kind_of(model, il);
 
         if (kind != LLAMA_HWKV_LAYER_ATTENTION) {
             static const std::map<llama_hwkv_layer_kind, const char *> why = {
-                { LLAMA_HWKV_LAYER_SWA,       "it has the model's own sliding window" },
-                { LLAMA_HWKV_LAYER_RECURRENT, "it is recurrent and keeps no K and V" },
+                { LLAMA_HWKV_LAYER_SWA,       "it has the model's own sliding window"                               },
+                { LLAMA_HWKV_LAYER_RECURRENT, "it is recurrent and keeps no K and V"                                },
                 { LLAMA_HWKV_LAYER_REUSE,     "it attends the K and V of an earlier layer, whose windows it shares" },
-                { LLAMA_HWKV_LAYER_NONE,      "it keeps no K and V in the main context" },
+                { LLAMA_HWKV_LAYER_NONE,      "it keeps no K and V in the main context"                             },
             };
 
             throw std::runtime_error(format("%s: layer %u cannot be configured: %s", source.c_str(), il, why.at(kind)));
@@ -254,7 +259,7 @@ void llama_hwkv_policy::check(const llama_model & model) const {
 
         if (row.size() != hparams.n_head_kv(il)) {
             throw std::runtime_error(format("%s: layer %u has %u KV heads, but the policy gives %zu windows",
-                    source.c_str(), il, hparams.n_head_kv(il), row.size()));
+                                            source.c_str(), il, hparams.n_head_kv(il), row.size()));
         }
     }
 }
@@ -290,13 +295,17 @@ struct hwkv_json_reader {
         const bool big = value.is_number_unsigned() && value.get<uint64_t>() > (uint64_t) max;
 
         if (!value.is_number_integer() || big || value.get<int64_t>() < min || value.get<int64_t>() > max) {
-            fail(key, format("expected an integer from %lld to %lld, got %s", (long long) min, (long long) max, shown(value).c_str()));
+            fail(key, format("expected an integer from %lld to %lld, got %s", (long long) min, (long long) max,
+                             shown(value).c_str()));
         }
 
         return value.get<int64_t>();
     }
 
-    void keys(const json & object, const std::string & where, const std::set<std::string> & known, const std::set<std::string> & required) const {
+    void keys(const json &                  object,
+              const std::string &           where,
+              const std::set<std::string> & known,
+              const std::set<std::string> & required) const {
         if (!object.is_object()) {
             fail(where, "expected an object, got " + shown(object));
         }
@@ -328,7 +337,8 @@ json hwkv_parse_json(const std::string & text, const std::string & source) {
         } else if (event == json::parse_event_t::object_end) {
             keys.pop_back();
         } else if (event == json::parse_event_t::key && !keys.back().insert(parsed.get<std::string>()).second) {
-            throw std::runtime_error(source + ": the key \"" + parsed.get<std::string>() + "\" stands twice in one object");
+            throw std::runtime_error(source + ": the key \"" + parsed.get<std::string>() +
+                                     "\" stands twice in one object");
         }
         return true;
     };
@@ -340,7 +350,7 @@ json hwkv_parse_json(const std::string & text, const std::string & source) {
     }
 }
 
-} // namespace
+}  // namespace
 
 static constexpr int64_t HWKV_MAX_WINDOW = std::numeric_limits<int32_t>::max();
 
@@ -364,9 +374,10 @@ static void hwkv_read_model(const hwkv_json_reader & r, const json & model, llam
 llama_hwkv_policy_ptr llama_hwkv_policy_from_json(const std::string & text, const std::string & source) {
     const json doc = hwkv_parse_json(text, source);
 
-    const hwkv_json_reader r { source };
+    const hwkv_json_reader r{ source };
 
-    r.keys(doc, "policy", { "format", "version", "model", "n_sink", "layers", "provenance" }, { "format", "version", "layers" });
+    r.keys(doc, "policy", { "format", "version", "model", "n_sink", "layers", "provenance" },
+           { "format", "version", "layers" });
 
     if (doc["format"] != "hwkv-policy") {
         r.fail("format", "expected \"hwkv-policy\", got " + r.shown(doc["format"]));
@@ -415,7 +426,8 @@ llama_hwkv_policy_ptr llama_hwkv_policy_from_json(const std::string & text, cons
             if (w == "full") {
                 row.push_back(LLAMA_HWKV_FULL);
             } else if (w.is_string()) {
-                r.fail(where + format(".windows[%zu]", ih), "expected \"full\" or a positive integer, got " + r.shown(w));
+                r.fail(where + format(".windows[%zu]", ih),
+                       "expected \"full\" or a positive integer, got " + r.shown(w));
             } else {
                 row.push_back(r.integer(w, where + format(".windows[%zu]", ih), 1, HWKV_MAX_WINDOW));
             }
@@ -487,13 +499,13 @@ static llama_hwkv_policy_ptr hwkv_policy_from_gguf(const gguf_context * ctx, con
         hwkv_read_model({ where }, hwkv_parse_json(gguf_get_val_str(ctx, id), where), *res);
     }
 
-    const auto layers  = hwkv_gguf_i32(ctx, "hwkv.layers",      source);
+    const auto layers  = hwkv_gguf_i32(ctx, "hwkv.layers", source);
     const auto counts  = hwkv_gguf_i32(ctx, "hwkv.head_counts", source);
-    const auto windows = hwkv_gguf_i32(ctx, "hwkv.windows",     source);
+    const auto windows = hwkv_gguf_i32(ctx, "hwkv.windows", source);
 
     if (layers.size() != counts.size()) {
-        throw std::runtime_error(format("%s: hwkv.head_counts has %zu entries, hwkv.layers has %zu",
-                source.c_str(), counts.size(), layers.size()));
+        throw std::runtime_error(format("%s: hwkv.head_counts has %zu entries, hwkv.layers has %zu", source.c_str(),
+                                        counts.size(), layers.size()));
     }
 
     size_t offs = 0;
@@ -502,16 +514,18 @@ static llama_hwkv_policy_ptr hwkv_policy_from_gguf(const gguf_context * ctx, con
         const int32_t il = layers[i];
 
         if (il < 0 || counts[i] <= 0 || offs + counts[i] > windows.size()) {
-            throw std::runtime_error(format("%s: hwkv.layers[%zu] = %d with %d windows does not fit %zu entries of hwkv.windows",
-                    source.c_str(), i, il, counts[i], windows.size()));
+            throw std::runtime_error(
+                format("%s: hwkv.layers[%zu] = %d with %d windows does not fit %zu entries of hwkv.windows",
+                       source.c_str(), i, il, counts[i], windows.size()));
         }
 
         std::vector<int32_t> row(windows.begin() + offs, windows.begin() + offs + counts[i]);
 
         for (const int32_t w : row) {
             if (w != LLAMA_HWKV_FULL && w < 1) {
-                throw std::runtime_error(format("%s: hwkv.windows: layer %d: expected a positive window or -1 for full, got %d",
-                        source.c_str(), il, w));
+                throw std::runtime_error(
+                    format("%s: hwkv.windows: layer %d: expected a positive window or -1 for full, got %d",
+                           source.c_str(), il, w));
             }
         }
 
@@ -524,7 +538,7 @@ static llama_hwkv_policy_ptr hwkv_policy_from_gguf(const gguf_context * ctx, con
 
     if (offs != windows.size()) {
         throw std::runtime_error(format("%s: hwkv.windows has %zu entries, hwkv.head_counts adds up to %zu",
-                source.c_str(), windows.size(), offs));
+                                        source.c_str(), windows.size(), offs));
     }
 
     return res;
@@ -532,7 +546,7 @@ static llama_hwkv_policy_ptr hwkv_policy_from_gguf(const gguf_context * ctx, con
 
 llama_hwkv_policy_ptr llama_hwkv_policy_from_file(const std::string & path) {
     // far more than a policy of the largest model takes
-    static constexpr size_t MAX_SIZE = 64*1024*1024;
+    static constexpr size_t MAX_SIZE = 64 * 1024 * 1024;
 
     std::ifstream file(path, std::ios::binary);
 
@@ -546,9 +560,9 @@ llama_hwkv_policy_ptr llama_hwkv_policy_from_file(const std::string & path) {
     text.resize(file.gcount());
 
     if (text == GGUF_MAGIC) {
-        gguf_init_params params = { /*.no_alloc =*/ true, /*.ctx =*/ nullptr };
+        gguf_init_params params = { /*.no_alloc =*/true, /*.ctx =*/nullptr };
 
-        gguf_context_ptr ctx { gguf_init_from_file(path.c_str(), params) };
+        gguf_context_ptr ctx{ gguf_init_from_file(path.c_str(), params) };
 
         if (!ctx) {
             throw std::runtime_error(path + ": not a readable GGUF");
@@ -586,12 +600,13 @@ llama_hwkv_policy_ptr llama_hwkv_policy_from_file(const std::string & path) {
 // registry
 //
 
-static std::mutex hwkv_registry_mutex;
+static std::mutex                                   hwkv_registry_mutex;
 static std::map<std::string, llama_hwkv_policy_ptr> hwkv_registry;
 
 std::string llama_hwkv_policy_register(llama_hwkv_policy_ptr policy) {
     // what the policy says, its model and where it came from: everything that a message may show
-    const std::string text = format("%s|%s|%u|", policy->source.c_str(), policy->architecture.c_str(), policy->n_layer) +
+    const std::string text =
+        format("%s|%s|%u|", policy->source.c_str(), policy->architecture.c_str(), policy->n_layer) +
         llama_hwkv_hex(policy->fingerprint(0));
 
     // rows that are all full do not change the fingerprint, but decide whether the policy fits
@@ -633,7 +648,8 @@ llama_hwkv_policy_ptr llama_hwkv_policy_load(llama_model_loader & ml, const llam
 
     if (it != ml.kv_overrides.end()) {
         if (it->second.tag != LLAMA_KV_OVERRIDE_TYPE_STR) {
-            throw std::runtime_error("the kv override hwkv.policy is not a string: expected off, embedded, a path or @<id>");
+            throw std::runtime_error(
+                "the kv override hwkv.policy is not a string: expected off, embedded, a path or @<id>");
         }
 
         value = it->second.val_str;
@@ -643,16 +659,15 @@ llama_hwkv_policy_ptr llama_hwkv_policy_load(llama_model_loader & ml, const llam
         return nullptr;
     }
 
-    llama_hwkv_policy_ptr res =
-        value == "embedded" ? hwkv_policy_from_gguf(ml.metadata, "embedded hwkv policy") :
-        value[0] == '@'     ? llama_hwkv_policy_registered(value) :
-                              llama_hwkv_policy_from_file(value);
+    llama_hwkv_policy_ptr res = value == "embedded" ? hwkv_policy_from_gguf(ml.metadata, "embedded hwkv policy") :
+                                value[0] == '@'     ? llama_hwkv_policy_registered(value) :
+                                                      llama_hwkv_policy_from_file(value);
 
     if (res) {
         res->check(model);
 
         LLAMA_LOG_INFO("%s: hwkv policy %s from %s\n", __func__,
-                llama_hwkv_hex(res->fingerprint(model.hparams.n_layer_all)).c_str(), res->source.c_str());
+                       llama_hwkv_hex(res->fingerprint(model.hparams.n_layer_all)).c_str(), res->source.c_str());
     }
 
     return res;

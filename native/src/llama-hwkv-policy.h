@@ -17,11 +17,11 @@ static constexpr int32_t LLAMA_HWKV_FULL = -1;
 //
 
 enum llama_hwkv_layer_kind {
-    LLAMA_HWKV_LAYER_ATTENTION, // global attention with its own K and V: configurable
-    LLAMA_HWKV_LAYER_SWA,       // the model's own sliding window
-    LLAMA_HWKV_LAYER_RECURRENT, // recurrent or linear attention
-    LLAMA_HWKV_LAYER_REUSE,     // attends K and V of an earlier layer
-    LLAMA_HWKV_LAYER_NONE,      // keeps no K and V in the main context
+    LLAMA_HWKV_LAYER_ATTENTION,  // global attention with its own K and V: configurable
+    LLAMA_HWKV_LAYER_SWA,        // the model's own sliding window
+    LLAMA_HWKV_LAYER_RECURRENT,  // recurrent or linear attention
+    LLAMA_HWKV_LAYER_REUSE,      // attends K and V of an earlier layer
+    LLAMA_HWKV_LAYER_NONE,       // keeps no K and V in the main context
 };
 
 const char * llama_hwkv_layer_kind_name(llama_hwkv_layer_kind kind);

@@ -1,11 +1,10 @@
 #include "llama-hwkv.h"
 
+#include "../vendor/nlohmann/json.hpp"
 #include "llama-context.h"
 #include "llama-hwkv-policy.h"
 #include "llama-memory-hwkv.h"
 #include "llama-model.h"
-
-#include "../vendor/nlohmann/json.hpp"
 
 #include <algorithm>
 #include <cstdio>
@@ -17,8 +16,8 @@ using json = nlohmann::ordered_json;
 
 // the stock bindings pass these by value: a build in which they differ must not load
 #if defined(__x86_64__) || defined(__aarch64__)
-static_assert(sizeof(llama_context_params)    == 160, "llama_context_params is not what the bindings expect");
-static_assert(sizeof(llama_model_params)      ==  80, "llama_model_params is not what the bindings expect");
+static_assert(sizeof(llama_context_params) == 160, "llama_context_params is not what the bindings expect");
+static_assert(sizeof(llama_model_params) == 80, "llama_model_params is not what the bindings expect");
 static_assert(sizeof(llama_model_kv_override) == 264, "llama_model_kv_override is not what the bindings expect");
 #endif
 
@@ -26,8 +25,7 @@ static int32_t hwkv_copy(const std::string & text, char * buf, size_t n) {
     return snprintf(buf, n, "%s", text.c_str());
 }
 
-template <typename F>
-static int32_t hwkv_register(F && read, char * id, size_t n_id, char * err, size_t n_err) {
+template <typename F> static int32_t hwkv_register(F && read, char * id, size_t n_id, char * err, size_t n_err) {
     try {
         if ((size_t) hwkv_copy(llama_hwkv_policy_register(read()), id, n_id) >= n_id) {
             throw std::runtime_error("the buffer for the id is too short");
@@ -124,11 +122,18 @@ static size_t hwkv_values(const std::vector<float> & values, float * dst) {
     return values.size();
 }
 
-void llama_hwkv_layer_windows(llama_context * ctx, int32_t layer, int32_t n_sink, const int32_t * windows, int32_t n_windows) {
+void llama_hwkv_layer_windows(llama_context * ctx,
+                              int32_t         layer,
+                              int32_t         n_sink,
+                              const int32_t * windows,
+                              int32_t         n_windows) {
     hwkv_layerwise(ctx).set_windows(layer, n_sink, { windows, windows + n_windows });
 }
 
-void llama_hwkv_layer_samples(llama_context * ctx, const llama_seq_id * seq_id, const llama_pos * pos, int32_t n_samples) {
+void llama_hwkv_layer_samples(llama_context *      ctx,
+                              const llama_seq_id * seq_id,
+                              const llama_pos *    pos,
+                              int32_t              n_samples) {
     std::vector<std::pair<llama_seq_id, llama_pos>> samples;
 
     for (int32_t i = 0; i < n_samples; ++i) {
@@ -138,7 +143,12 @@ void llama_hwkv_layer_samples(llama_context * ctx, const llama_seq_id * seq_id, 
     hwkv_layerwise(ctx).set_samples(std::move(samples));
 }
 
-int32_t llama_hwkv_layer_run(llama_context * ctx, llama_batch batch, int32_t layer_from, int32_t layer_to, char * err, size_t n_err) {
+int32_t llama_hwkv_layer_run(llama_context * ctx,
+                             llama_batch     batch,
+                             int32_t         layer_from,
+                             int32_t         layer_to,
+                             char *          err,
+                             size_t          n_err) {
     auto & lw = hwkv_layerwise(ctx);
 
     int32_t res = 0;
@@ -186,7 +196,13 @@ float llama_hwkv_layer_softcap(const llama_context * ctx) {
     return hparams.attn_soft_cap ? hparams.f_attn_logit_softcapping : 0.0f;
 }
 
-int32_t llama_hwkv_layer_kv(const llama_context * ctx, int32_t layer, int32_t head_kv, llama_seq_id seq_id, int32_t n_pos, float * k, float * v) {
+int32_t llama_hwkv_layer_kv(const llama_context * ctx,
+                            int32_t               layer,
+                            int32_t               head_kv,
+                            llama_seq_id          seq_id,
+                            int32_t               n_pos,
+                            float *               k,
+                            float *               v) {
     return hwkv_memory(ctx)->read_head(layer, head_kv, seq_id, n_pos, k, v) ? 0 : -1;
 }
 
@@ -213,20 +229,22 @@ int32_t llama_hwkv_layers(const llama_model * model, char * buf, size_t n) {
 
     for (uint32_t il = 0; il < hparams.n_layer_all; ++il) {
         layers.push_back({
-            { "layer",      il                                                           },
-            { "kind",       llama_hwkv_layer_kind_name(llama_hwkv_layer_kind_of(*model, il)) },
-            { "n_head",     hparams.n_head(il)                                           },
-            { "n_head_kv",  hparams.n_head_kv(il)                                        },
-            { "head_dim_k", hparams.n_embd_head_k(il)                                    },
-            { "head_dim_v", hparams.n_embd_head_v(il)                                    },
+            { "layer", il },
+            { "kind", llama_hwkv_layer_kind_name(llama_hwkv_layer_kind_of(*model, il)) },
+            { "n_head", hparams.n_head(il) },
+            { "n_head_kv", hparams.n_head_kv(il) },
+            { "head_dim_k", hparams.n_embd_head_k(il) },
+            { "head_dim_v", hparams.n_embd_head_v(il) },
         });
     }
 
     const std::string refusal = llama_hwkv_refusal(*model);
 
     return hwkv_copy(json({
-        { "architecture", model->arch_name()                              },
-        { "refusal",      refusal.empty() ? json(nullptr) : json(refusal) },
-        { "layers",       layers                                          },
-    }).dump(), buf, n);
+                              { "architecture", model->arch_name()                              },
+                              { "refusal",      refusal.empty() ? json(nullptr) : json(refusal) },
+                              { "layers",       layers                                          },
+    })
+                         .dump(),
+                     buf, n);
 }

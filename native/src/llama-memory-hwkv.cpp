@@ -1,12 +1,11 @@
 #include "llama-memory-hwkv.h"
 
+#include "../vendor/nlohmann/json.hpp"
 #include "llama-context.h"
 #include "llama-hwkv.h"
 #include "llama-impl.h"
 #include "llama-io.h"
 #include "llama-model.h"
-
-#include "../vendor/nlohmann/json.hpp"
 
 #include <algorithm>
 #include <cassert>
@@ -16,7 +15,7 @@
 #include <set>
 #include <stdexcept>
 
-static constexpr uint32_t HWKV_STATE_MAGIC   = 0x564b5748; // "HWKV"
+static constexpr uint32_t HWKV_STATE_MAGIC   = 0x564b5748;  // "HWKV"
 static constexpr uint32_t HWKV_STATE_VERSION = 1;
 
 static bool hwkv_env(const char * name) {
@@ -53,7 +52,7 @@ llama_pos llama_memory_hwkv::group::needed(llama_pos p0) const {
         case LLAMA_SWA_TYPE_NONE:
             return 0;
         case LLAMA_SWA_TYPE_CHUNKED:
-            res = (p0/window)*window;
+            res = (p0 / window) * window;
             break;
         case LLAMA_SWA_TYPE_STANDARD:
         case LLAMA_SWA_TYPE_SYMMETRIC:
@@ -76,7 +75,7 @@ llama_pos llama_memory_hwkv::group::resumable(llama_pos pos) const {
         case LLAMA_SWA_TYPE_NONE:
             return 1;
         case LLAMA_SWA_TYPE_CHUNKED:
-            res = ((pos + window - 1)/window)*window;
+            res = ((pos + window - 1) / window) * window;
             break;
         case LLAMA_SWA_TYPE_STANDARD:
         case LLAMA_SWA_TYPE_SYMMETRIC:
@@ -91,13 +90,16 @@ llama_pos llama_memory_hwkv::group::resumable(llama_pos pos) const {
 // llama_memory_hwkv
 //
 
-llama_memory_hwkv::llama_memory_hwkv(
-        const llama_model & model,
-const llama_memory_params & params,
-      const llama_cparams & cparams,
-    llama_hwkv_policy_ptr   policy_in) :
-    model(model), policy(std::move(policy_in)), unified(cparams.kv_unified), n_ctx_seq(cparams.n_ctx_seq), type_k(params.type_k), type_v(params.type_v) {
-
+llama_memory_hwkv::llama_memory_hwkv(const llama_model &         model,
+                                     const llama_memory_params & params,
+                                     const llama_cparams &       cparams,
+                                     llama_hwkv_policy_ptr       policy_in) :
+    model(model),
+    policy(std::move(policy_in)),
+    unified(cparams.kv_unified),
+    n_ctx_seq(cparams.n_ctx_seq),
+    type_k(params.type_k),
+    type_v(params.type_v) {
     const auto & hparams = model.hparams;
 
     const uint32_t n_layer = hparams.n_layer_all;
@@ -107,14 +109,15 @@ const llama_memory_params & params,
     // draft tokens can be taken back: what decoding them and the rest of their batch recycles must have been masked
     //   before. in one ubatch of one sequence nothing else is. where a ring is shared, or the draft may not fit into one
     //   ubatch, this many positions per sequence stay beyond the window
-    const uint32_t n_slack = n_seq_ring > 1 || cparams.n_ubatch < LLAMA_HWKV_N_SLACK*cparams.n_seq_max ? LLAMA_HWKV_N_SLACK : 0;
+    const uint32_t n_slack =
+        n_seq_ring > 1 || cparams.n_ubatch < LLAMA_HWKV_N_SLACK * cparams.n_seq_max ? LLAMA_HWKV_N_SLACK : 0;
 
     // a draft of n tokens is decoded with the token before it, which stays
     n_draft_max = n_slack > 0 ? n_slack : cparams.n_seq_max == 1 ? cparams.n_ubatch - 1 : LLAMA_HWKV_N_SLACK - 1;
 
     const auto window_of = [&](uint32_t il, uint32_t ih) {
         if (policy->calibrate) {
-            return (int32_t) ih; // only tells the groups apart
+            return (int32_t) ih;  // only tells the groups apart
         }
 
         const int32_t w = policy->window(il, ih);
@@ -130,10 +133,10 @@ const llama_memory_params & params,
     bool has_swa  = false;
     bool has_recr = false;
 
-    std::set<int32_t> windows; // LLAMA_HWKV_FULL sorts first
+    std::set<int32_t> windows;  // LLAMA_HWKV_FULL sorts first
 
     for (uint32_t il = 0; il < n_layer; ++il) {
-        has_swa  = has_swa  || llama_hwkv_layer_kind_of(model, il) == LLAMA_HWKV_LAYER_SWA;
+        has_swa  = has_swa || llama_hwkv_layer_kind_of(model, il) == LLAMA_HWKV_LAYER_SWA;
         has_recr = has_recr || llama_hwkv_layer_is_recurrent(model, il);
 
         if (llama_hwkv_layer_kind_of(model, il) == LLAMA_HWKV_LAYER_ATTENTION) {
@@ -147,7 +150,8 @@ const llama_memory_params & params,
     const bool full_ring = policy->calibrate || hwkv_env("LLAMA_HWKV_FULL_RING");
 
     const auto ring_size = [&](const group & g) {
-        const uint64_t n_cells = GGML_PAD(((uint64_t) g.window + g.n_sink + n_slack)*n_seq_ring + cparams.n_ubatch, 256);
+        const uint64_t n_cells =
+            GGML_PAD(((uint64_t) g.window + g.n_sink + n_slack) * n_seq_ring + cparams.n_ubatch, 256);
 
         return full_ring ? n_ctx_seq : (uint32_t) std::min<uint64_t>(n_ctx_seq, n_cells);
     };
@@ -256,23 +260,23 @@ const llama_memory_params & params,
         }
 
         g.kv = std::make_unique<llama_kv_cache>(
-                /* model     */ model,
-                /* hparams   */ g.hparams,
-                /* type_k    */ type_k,
-                /* type_v    */ type_v,
-                /* v_trans   */ !cparams.flash_attn,
-                /* offload   */ cparams.offload_kqv,
-                /* unified   */ unified,
-                /* kv_size   */ n_cells,
-                /* n_seq_max */ cparams.n_seq_max,
-                /* n_pad     */ 1,
-                /* n_swa     */ g.window == LLAMA_HWKV_FULL ? 0 : g.window,
-                /* swa_type  */ g.swa_type,
-                /* mem_other */ nullptr,
-                /* filter    */ filter,
-                /* reuse     */ hparams.n_layer_kv_from_start >= 0 ? reuse : nullptr,
-                /* share     */ nullptr,
-                /* name_tag  */ format("hwkv%u_", ig).c_str());
+            /* model     */ model,
+            /* hparams   */ g.hparams,
+            /* type_k    */ type_k,
+            /* type_v    */ type_v,
+            /* v_trans   */ !cparams.flash_attn,
+            /* offload   */ cparams.offload_kqv,
+            /* unified   */ unified,
+            /* kv_size   */ n_cells,
+            /* n_seq_max */ cparams.n_seq_max,
+            /* n_pad     */ 1,
+            /* n_swa     */ g.window == LLAMA_HWKV_FULL ? 0 : g.window,
+            /* swa_type  */ g.swa_type,
+            /* mem_other */ nullptr,
+            /* filter    */ filter,
+            /* reuse     */ hparams.n_layer_kv_from_start >= 0 ? reuse : nullptr,
+            /* share     */ nullptr,
+            /* name_tag  */ format("hwkv%u_", ig).c_str());
 
         g.kv->n_slack = n_slack;
         g.kv->n_sink  = g.n_sink;
@@ -280,14 +284,14 @@ const llama_memory_params & params,
 
     if (has_recr) {
         mem_recr = std::make_unique<llama_memory_recurrent>(
-                /* model     */ model,
-                /* type_r    */ GGML_TYPE_F32,
-                /* type_s    */ GGML_TYPE_F32,
-                /* offload   */ cparams.offload_kqv,
-                /* mem_size  */ std::max((uint32_t) 1, cparams.n_seq_max),
-                /* n_seq_max */ cparams.n_seq_max,
-                /* n_rs_seq  */ cparams.n_rs_seq,
-                /* filter    */ [&](int32_t il) { return llama_hwkv_layer_is_recurrent(model, il); });
+            /* model     */ model,
+            /* type_r    */ GGML_TYPE_F32,
+            /* type_s    */ GGML_TYPE_F32,
+            /* offload   */ cparams.offload_kqv,
+            /* mem_size  */ std::max((uint32_t) 1, cparams.n_seq_max),
+            /* n_seq_max */ cparams.n_seq_max,
+            /* n_rs_seq  */ cparams.n_rs_seq,
+            /* filter    */ [&](int32_t il) { return llama_hwkv_layer_is_recurrent(model, il); });
     }
 
     for (const auto & line : table()) {
@@ -311,16 +315,15 @@ llama_memory_context_ptr llama_memory_hwkv::init_batch(llama_batch_allocr & ball
         balloc.split_reset();
 
         while (true) {
-            auto ubatch =
-                type == SPLIT_SIMPLE ? balloc.split_simple(n_ubatch) :
-                type == SPLIT_SEQ    ? balloc.split_seq   (n_ubatch) :
-                                       balloc.split_equal (n_ubatch, !unified, n_keep_tail);
+            auto ubatch = type == SPLIT_SIMPLE ? balloc.split_simple(n_ubatch) :
+                          type == SPLIT_SEQ    ? balloc.split_seq(n_ubatch) :
+                                                 balloc.split_equal(n_ubatch, !unified, n_keep_tail);
 
             if (ubatch.n_tokens == 0) {
                 break;
             }
 
-            res.push_back(std::move(ubatch)); // NOLINT
+            res.push_back(std::move(ubatch));  // NOLINT
         }
 
         // an incomplete split is no split
@@ -444,7 +447,8 @@ void llama_memory_hwkv::trim_shared(uint32_t ig) {
 
         for (uint32_t s = 0; s < pos_rm.size(); ++s) {
             if (cells.seq_has(i, s) &&
-                llama_hparams::is_masked_swa(g.window, g.swa_type, g.n_sink, cells.pos_get(i), std::max(cells.pos_get(i), cells.seq_pos_max(s) + 1 - kv.n_slack))) {
+                llama_hparams::is_masked_swa(g.window, g.swa_type, g.n_sink, cells.pos_get(i),
+                                             std::max(cells.pos_get(i), cells.seq_pos_max(s) + 1 - kv.n_slack))) {
                 pos_rm[s] = std::max(pos_rm[s], cells.pos_get(i));
             }
         }
@@ -474,7 +478,7 @@ bool llama_memory_hwkv::get_can_shift() const {
     // a shift brings tokens into a window that it no longer holds (see llama_kv_cache_iswa)
     return std::all_of(groups.begin(), groups.end(), [&](const auto & g) {
         return g->kv->get_can_shift() && g->kv->get_size() == groups[0]->kv->get_size() &&
-            (g->native_swa || g->window == LLAMA_HWKV_FULL);
+               (g->native_swa || g->window == LLAMA_HWKV_FULL);
     });
 }
 
@@ -512,7 +516,8 @@ bool llama_memory_hwkv::seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) 
         }
 
         if (p0 > 0 && p0 <= pos_max && p1 > pos_max && !can_resume(s, p0)) {
-            LLAMA_LOG_DEBUG("%s: seq %d: cannot be cut back to %d positions, the windows hold too little\n", __func__, s, p0);
+            LLAMA_LOG_DEBUG("%s: seq %d: cannot be cut back to %d positions, the windows hold too little\n", __func__,
+                            s, p0);
             return false;
         }
     }
@@ -557,8 +562,10 @@ void llama_memory_hwkv::seq_cp(llama_seq_id seq_id_src, llama_seq_id seq_id_dst,
     // a part that the copy could not be continued from is not copied: better no history than one with holes, or with the
     //   recurrent state of a later position
     if ((!is_all && !unified) || (p1 <= pos_max && (mem_recr || !can_resume(seq_id_src, p1)))) {
-        LLAMA_LOG_ERROR("%s: positions [%d, %d) of sequence %d cannot be copied to sequence %d, what is kept does not go back that far; sequence %d is now empty\n",
-                __func__, p0, p1, seq_id_src, seq_id_dst, seq_id_dst);
+        LLAMA_LOG_ERROR(
+            "%s: positions [%d, %d) of sequence %d cannot be copied to sequence %d, what is kept does not go back that "
+            "far; sequence %d is now empty\n",
+            __func__, p0, p1, seq_id_src, seq_id_dst, seq_id_dst);
 
         seq_rm(seq_id_dst, -1, -1);
         return;
@@ -584,7 +591,8 @@ void llama_memory_hwkv::seq_keep(llama_seq_id seq_id) {
 
 void llama_memory_hwkv::seq_add(llama_seq_id seq_id, llama_pos p0, llama_pos p1, llama_pos shift) {
     if (!get_can_shift()) {
-        LLAMA_LOG_ERROR("%s: positions cannot be shifted under an hwkv policy, sequence %d is left as it is\n", __func__, seq_id);
+        LLAMA_LOG_ERROR("%s: positions cannot be shifted under an hwkv policy, sequence %d is left as it is\n",
+                        __func__, seq_id);
         return;
     }
 
@@ -598,7 +606,8 @@ void llama_memory_hwkv::seq_add(llama_seq_id seq_id, llama_pos p0, llama_pos p1,
 
 void llama_memory_hwkv::seq_div(llama_seq_id seq_id, llama_pos p0, llama_pos p1, int d) {
     if (!get_can_shift()) {
-        LLAMA_LOG_ERROR("%s: positions cannot be divided under an hwkv policy, sequence %d is left as it is\n", __func__, seq_id);
+        LLAMA_LOG_ERROR("%s: positions cannot be divided under an hwkv policy, sequence %d is left as it is\n",
+                        __func__, seq_id);
         return;
     }
 
@@ -660,17 +669,17 @@ void llama_memory_hwkv::state_write(llama_io_write_i & io, llama_seq_id seq_id, 
     const uint64_t fingerprint = policy->fingerprint(model.hparams.n_layer_all);
     const uint32_t n_groups    = groups.size();
 
-    io.write(&HWKV_STATE_MAGIC,   sizeof(HWKV_STATE_MAGIC));
+    io.write(&HWKV_STATE_MAGIC, sizeof(HWKV_STATE_MAGIC));
     io.write(&HWKV_STATE_VERSION, sizeof(HWKV_STATE_VERSION));
-    io.write(&partial,            sizeof(partial));
-    io.write(&fingerprint,        sizeof(fingerprint));
-    io.write(&n_groups,           sizeof(n_groups));
+    io.write(&partial, sizeof(partial));
+    io.write(&fingerprint, sizeof(fingerprint));
+    io.write(&n_groups, sizeof(n_groups));
 
     for (uint32_t ig = 0; ig < n_groups; ++ig) {
         const int32_t  window    = groups[ig]->window;
         const uint32_t n_head_kv = bytes_of(ig).n_head_kv;
 
-        io.write(&window,    sizeof(window));
+        io.write(&window, sizeof(window));
         io.write(&n_head_kv, sizeof(n_head_kv));
     }
 
@@ -702,7 +711,7 @@ void llama_memory_hwkv::state_write(llama_io_write_i & io, llama_seq_id seq_id, 
 
         try {
             kv.state_write(io, seq_id, flags);
-        } catch (...) { // the caller's buffer is too small
+        } catch (...) {  // the caller's buffer is too small
             put_back();
             throw;
         }
@@ -747,11 +756,12 @@ void llama_memory_hwkv::state_read(llama_io_read_i & io, llama_seq_id seq_id, ll
 
     for (uint32_t ig = 0; same && ig < groups.size(); ++ig) {
         same = read_u32() == (uint32_t) groups[ig]->window && same;
-        same = read_u32() == bytes_of(ig).n_head_kv        && same;
+        same = read_u32() == bytes_of(ig).n_head_kv && same;
     }
 
     if (!same) {
-        throw std::runtime_error("the state was saved at a context size at which other windows of the hwkv policy are full");
+        throw std::runtime_error(
+            "the state was saved at a context size at which other windows of the hwkv policy are full");
     }
 
     // the caches themselves leave a sequence as it is if the state has no cells for it
@@ -831,9 +841,9 @@ llama_memory_hwkv::group_bytes llama_memory_hwkv::bytes_of(uint32_t ig) const {
     for (const auto & layer : g.kv->layers) {
         const size_t bytes = ggml_nbytes(layer.k) + ggml_nbytes(layer.v);
 
-        res.n_layer   += 1;
+        res.n_layer += 1;
         res.n_head_kv += g.hparams.n_head_kv(layer.il);
-        res.bytes     += bytes;
+        res.bytes += bytes;
 
         res.layers.emplace_back(layer.il, bytes);
     }
@@ -842,21 +852,20 @@ llama_memory_hwkv::group_bytes llama_memory_hwkv::bytes_of(uint32_t ig) const {
 }
 
 size_t llama_memory_hwkv::row_size(uint32_t il, uint32_t n_head_kv) const {
-    return
-        ggml_row_size(type_k, model.hparams.n_embd_head_k(il)*n_head_kv) +
-        ggml_row_size(type_v, model.hparams.n_embd_head_v(il)*n_head_kv);
+    return ggml_row_size(type_k, model.hparams.n_embd_head_k(il) * n_head_kv) +
+           ggml_row_size(type_v, model.hparams.n_embd_head_v(il) * n_head_kv);
 }
 
 size_t llama_memory_hwkv::full_bytes() const {
     const auto & hparams = model.hparams;
 
-    const size_t n_cells = (size_t) groups[0]->kv->get_n_stream()*n_ctx_seq;
+    const size_t n_cells = (size_t) groups[0]->kv->get_n_stream() * n_ctx_seq;
 
     size_t res = 0;
 
     for (uint32_t il = 0; il < hparams.n_layer_all; ++il) {
         if (llama_hwkv_layer_kind_of(model, il) == LLAMA_HWKV_LAYER_ATTENTION) {
-            res += n_cells*row_size(il, hparams.n_head_kv(il));
+            res += n_cells * row_size(il, hparams.n_head_kv(il));
         }
     }
 
@@ -874,13 +883,14 @@ size_t llama_memory_hwkv::checkpoint_bytes() const {
         }
 
         for (const auto & layer : g.kv->layers) {
-            res += std::min<size_t>((size_t) g.window + g.n_sink, g.kv->get_size())*row_size(layer.il, g.hparams.n_head_kv(layer.il));
+            res += std::min<size_t>((size_t) g.window + g.n_sink, g.kv->get_size()) *
+                   row_size(layer.il, g.hparams.n_head_kv(layer.il));
         }
     }
 
     if (mem_recr) {
         for (const auto & [_, size] : mem_recr->memory_breakdown()) {
-            res += size/mem_recr->size;
+            res += size / mem_recr->size;
         }
     }
 
@@ -888,7 +898,7 @@ size_t llama_memory_hwkv::checkpoint_bytes() const {
 }
 
 static double hwkv_mib(size_t bytes) {
-    return bytes/1024.0/1024.0;
+    return bytes / 1024.0 / 1024.0;
 }
 
 std::vector<std::string> llama_memory_hwkv::table() const {
@@ -896,9 +906,12 @@ std::vector<std::string> llama_memory_hwkv::table() const {
 
     size_t bytes = 0;
 
-    res.push_back(format("hwkv policy %s from %s", llama_hwkv_hex(policy->fingerprint(model.hparams.n_layer_all)).c_str(), policy->source.c_str()));
+    res.push_back(format("hwkv policy %s from %s",
+                         llama_hwkv_hex(policy->fingerprint(model.hparams.n_layer_all)).c_str(),
+                         policy->source.c_str()));
     if (policy->n_sink > 0) {
-        res.push_back(format("besides its window, each head keeps the first %u positions of a sequence", policy->n_sink));
+        res.push_back(
+            format("besides its window, each head keeps the first %u positions of a sequence", policy->n_sink));
     }
     res.push_back("    window | layers | KV heads |    cells |        MiB");
 
@@ -908,14 +921,16 @@ std::vector<std::string> llama_memory_hwkv::table() const {
 
         const std::string window = g.window == LLAMA_HWKV_FULL ? "full" : std::to_string(g.window);
 
-        res.push_back(format("%10s | %6u | %8u | %8u | %10.2f%s", window.c_str(), b.n_layer, b.n_head_kv, g.kv->get_size(), hwkv_mib(b.bytes),
-                    g.native_swa ? " (the model's own sliding window)" : ""));
+        res.push_back(format("%10s | %6u | %8u | %8u | %10.2f%s", window.c_str(), b.n_layer, b.n_head_kv,
+                             g.kv->get_size(), hwkv_mib(b.bytes),
+                             g.native_swa ? " (the model's own sliding window)" : ""));
 
         bytes += g.native_swa ? 0 : b.bytes;
     }
 
-    res.push_back(format("KV cache of the configurable layers: %.2f MiB, with full windows it would be %.2f MiB (%.1f %% kept)",
-                hwkv_mib(bytes), hwkv_mib(full_bytes()), 100.0*bytes/full_bytes()));
+    res.push_back(
+        format("KV cache of the configurable layers: %.2f MiB, with full windows it would be %.2f MiB (%.1f %% kept)",
+               hwkv_mib(bytes), hwkv_mib(full_bytes()), 100.0 * bytes / full_bytes()));
     res.push_back(format("a context checkpoint takes up to %.2f MiB", hwkv_mib(checkpoint_bytes())));
 
     return res;
@@ -940,31 +955,36 @@ std::string llama_memory_hwkv::info() const {
         json layers = json::array();
 
         for (const auto & [il, size] : b.layers) {
-            layers.push_back({ { "layer", il }, { "heads", g.hparams.n_head_kv(il) }, { "bytes", size } });
+            layers.push_back({
+                { "layer", il                      },
+                { "heads", g.hparams.n_head_kv(il) },
+                { "bytes", size                    }
+            });
         }
 
         list.push_back({
             { "window",  g.window == LLAMA_HWKV_FULL ? json(nullptr) : json(g.window) },
-            { "cells",   g.kv->get_size()     },
-            { "streams", g.kv->get_n_stream() },
-            { "heads",   b.n_head_kv          },
-            { "bytes",   b.bytes              },
-            { "layers",  layers               },
+            { "cells",   g.kv->get_size()                                             },
+            { "streams", g.kv->get_n_stream()                                         },
+            { "heads",   b.n_head_kv                                                  },
+            { "bytes",   b.bytes                                                      },
+            { "layers",  layers                                                       },
         });
 
         bytes += b.bytes;
     }
 
     return json({
-        { "active",           true },
-        { "fingerprint",      llama_hwkv_hex(policy->fingerprint(model.hparams.n_layer_all)) },
-        { "source",           policy->source     },
-        { "n_sink",           policy->n_sink     },
-        { "kv_bytes",         bytes              },
-        { "full_kv_bytes",    full_bytes()       },
-        { "checkpoint_bytes", checkpoint_bytes() },
-        { "groups",           list               },
-    }).dump(-1, ' ', false, json::error_handler_t::replace); // a path can be anything
+                    { "active",           true                                                           },
+                    { "fingerprint",      llama_hwkv_hex(policy->fingerprint(model.hparams.n_layer_all)) },
+                    { "source",           policy->source                                                 },
+                    { "n_sink",           policy->n_sink                                                 },
+                    { "kv_bytes",         bytes                                                          },
+                    { "full_kv_bytes",    full_bytes()                                                   },
+                    { "checkpoint_bytes", checkpoint_bytes()                                             },
+                    { "groups",           list                                                           },
+    })
+        .dump(-1, ' ', false, json::error_handler_t::replace);  // a path can be anything
 }
 
 //
@@ -991,7 +1011,8 @@ llama_hwkv_layerwise * llama_memory_hwkv::get_layerwise() const {
     return layerwise.get();
 }
 
-bool llama_memory_hwkv::read_head(uint32_t il, uint32_t ih, llama_seq_id seq_id, uint32_t n_pos, float * k, float * v) const {
+bool llama_memory_hwkv::read_head(uint32_t il, uint32_t ih, llama_seq_id seq_id, uint32_t n_pos, float * k, float * v)
+    const {
     GGML_ASSERT(layerwise && ih < groups.size());
 
     const auto & kv     = *groups[ih]->kv;
@@ -1011,11 +1032,12 @@ bool llama_memory_hwkv::read_head(uint32_t il, uint32_t ih, llama_seq_id seq_id,
     const auto data_k = fetch(layer.k_stream[stream]);
     const auto data_v = fetch(layer.v_stream[stream]);
 
-    const auto read = [](const ggml_tensor * t, const std::vector<uint8_t> & data, uint32_t n_embd, uint32_t i, float * dst) {
-        const auto * row = data.data() + i*t->nb[1];
+    const auto read = [](const ggml_tensor * t, const std::vector<uint8_t> & data, uint32_t n_embd, uint32_t i,
+                         float * dst) {
+        const auto * row = data.data() + i * t->nb[1];
 
         if (t->type == GGML_TYPE_F32) {
-            memcpy(dst, row, n_embd*sizeof(float));
+            memcpy(dst, row, n_embd * sizeof(float));
         } else {
             ggml_get_type_traits(t->type)->to_float(row, dst, n_embd);
         }
@@ -1037,8 +1059,8 @@ bool llama_memory_hwkv::read_head(uint32_t il, uint32_t ih, llama_seq_id seq_id,
             return false;
         }
 
-        read(layer.k_stream[stream], data_k, n_embd_k, i, k + (size_t) pos*n_embd_k);
-        read(layer.v_stream[stream], data_v, n_embd_v, i, v + (size_t) pos*n_embd_v);
+        read(layer.k_stream[stream], data_k, n_embd_k, i, k + (size_t) pos * n_embd_k);
+        read(layer.v_stream[stream], data_v, n_embd_v, i, v + (size_t) pos * n_embd_v);
 
         n_found++;
     }
@@ -1046,7 +1068,10 @@ bool llama_memory_hwkv::read_head(uint32_t il, uint32_t ih, llama_seq_id seq_id,
     return n_found == n_pos;
 }
 
-void llama_memory_hwkv::set_input_kq_mask(uint32_t ig, ggml_tensor * dst, const llama_ubatch * ubatch, bool causal) const {
+void llama_memory_hwkv::set_input_kq_mask(uint32_t             ig,
+                                          ggml_tensor *        dst,
+                                          const llama_ubatch * ubatch,
+                                          bool                 causal) const {
     auto & kv = *groups[ig]->kv;
 
     const auto window = layerwise && !groups[ig]->native_swa ? layerwise->window(ig) : LLAMA_HWKV_FULL;
@@ -1079,7 +1104,7 @@ uint32_t llama_memory_hwkv::n_graph_nodes() const {
 
     for (const auto & layer : parts) {
         for (const auto & p : layer) {
-            res += 32 + 12*p.runs.size();
+            res += 32 + 12 * p.runs.size();
         }
     }
 
@@ -1103,10 +1128,8 @@ llama_memory_hwkv_context::llama_memory_hwkv_context(llama_memory_hwkv * mem) : 
     init_status();
 }
 
-llama_memory_hwkv_context::llama_memory_hwkv_context(
-        llama_memory_hwkv * mem,
-        llama_context * lctx,
-        bool optimize) : mem(mem) {
+llama_memory_hwkv_context::llama_memory_hwkv_context(llama_memory_hwkv * mem, llama_context * lctx, bool optimize) :
+    mem(mem) {
     for (uint32_t ig = 0; ig < mem->n_groups(); ++ig) {
         ctxs_kv.push_back(mem->get_kv(ig)->init_update(lctx, optimize));
     }
@@ -1117,14 +1140,16 @@ llama_memory_hwkv_context::llama_memory_hwkv_context(
     init_status();
 }
 
-llama_memory_hwkv_context::llama_memory_hwkv_context(
-        llama_memory_hwkv * mem,
-        std::vector<llama_memory_hwkv::slots> slots,
-        std::vector<llama_ubatch> ubatches_in) : mem(mem), ubatches(std::move(ubatches_in)) {
+llama_memory_hwkv_context::llama_memory_hwkv_context(llama_memory_hwkv *                   mem,
+                                                     std::vector<llama_memory_hwkv::slots> slots,
+                                                     std::vector<llama_ubatch>             ubatches_in) :
+    mem(mem),
+    ubatches(std::move(ubatches_in)) {
     for (uint32_t ig = 0; ig < mem->n_groups(); ++ig) {
         trimmed.push_back(slots[ig].trimmed);
 
-        ctxs_kv.push_back(std::make_unique<llama_kv_cache_context>(mem->get_kv(ig), std::move(slots[ig].sinfos), ubatches));
+        ctxs_kv.push_back(
+            std::make_unique<llama_kv_cache_context>(mem->get_kv(ig), std::move(slots[ig].sinfos), ubatches));
     }
     if (mem->get_recr()) {
         ctx_recr = std::make_unique<llama_memory_recurrent_context>(mem->get_recr(), ubatches);
@@ -1208,10 +1233,9 @@ llama_hwkv_layerwise * llama_hwkv_layerwise_of(const llama_memory_i * memory) {
 // llama_memory_hwkv_create
 //
 
-llama_memory_i * llama_memory_hwkv_create(
-        const llama_model & model,
-const llama_memory_params & params,
-      const llama_cparams & cparams) {
+llama_memory_i * llama_memory_hwkv_create(const llama_model &         model,
+                                          const llama_memory_params & params,
+                                          const llama_cparams &       cparams) {
     // the draft head of the model itself: a small cache of its own
     if (params.ctx_type == LLAMA_CONTEXT_TYPE_MTP) {
         return nullptr;
@@ -1219,7 +1243,9 @@ const llama_memory_params & params,
 
     // this draft model shares the cells of its target and expects upstream's cache there
     if (model.arch == LLM_ARCH_GEMMA4_ASSISTANT && dynamic_cast<llama_memory_hwkv *>(params.mem_other)) {
-        throw std::runtime_error("hwkv: a gemma4-assistant draft reads the target's KV cache, which is not possible under a policy; use --hwkv-policy off");
+        throw std::runtime_error(
+            "hwkv: a gemma4-assistant draft reads the target's KV cache, which is not possible under a policy; use "
+            "--hwkv-policy off");
     }
 
     auto policy = model.hwkv;
@@ -1244,14 +1270,16 @@ const llama_memory_params & params,
     }
 
     if (is_full && !force && !policy->calibrate) {
-        LLAMA_LOG_INFO("%s: every window of the hwkv policy covers the context (%u positions), the usual KV cache is used\n", __func__, cparams.n_ctx_seq);
+        LLAMA_LOG_INFO(
+            "%s: every window of the hwkv policy covers the context (%u positions), the usual KV cache is used\n",
+            __func__, cparams.n_ctx_seq);
         return nullptr;
     }
 
     const auto refuse = [&](const std::string & why) {
-        throw std::runtime_error(policy->calibrate
-            ? "hwkv: the model cannot be calibrated: " + why
-            : "hwkv: the policy cannot be served: " + why + "; use --hwkv-policy off");
+        throw std::runtime_error(policy->calibrate ?
+                                     "hwkv: the model cannot be calibrated: " + why :
+                                     "hwkv: the policy cannot be served: " + why + "; use --hwkv-policy off");
     };
 
     const std::string why = llama_hwkv_refusal(model);

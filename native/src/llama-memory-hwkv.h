@@ -1,12 +1,11 @@
 #pragma once
 
+#include "llama-batch.h"
 #include "llama-hwkv-layerwise.h"
 #include "llama-hwkv-policy.h"
-
-#include "llama-batch.h"
 #include "llama-kv-cache.h"
-#include "llama-memory.h"
 #include "llama-memory-recurrent.h"
+#include "llama-memory.h"
 
 #include <memory>
 #include <string>
@@ -32,7 +31,7 @@ struct llama_cparams;
 //   llama_kv_cache, llama_kv_cache_iswa, llama_memory_hybrid and llama_memory_hybrid_iswa
 
 class llama_memory_hwkv : public llama_memory_i {
-public:
+  public:
     // KV heads [first, first + n) of a layer
     struct run {
         uint32_t first;
@@ -56,11 +55,10 @@ public:
     };
 
     // throws with one sentence if the policy cannot be served in such a context
-    llama_memory_hwkv(
-            const llama_model & model,
-    const llama_memory_params & params,
-          const llama_cparams & cparams,
-        llama_hwkv_policy_ptr   policy);
+    llama_memory_hwkv(const llama_model &         model,
+                      const llama_memory_params & params,
+                      const llama_cparams &       cparams,
+                      llama_hwkv_policy_ptr       policy);
 
     ~llama_memory_hwkv() = default;
 
@@ -68,10 +66,7 @@ public:
     // llama_memory_i
     //
 
-    llama_memory_context_ptr init_batch(
-            llama_batch_allocr & balloc,
-            uint32_t n_ubatch,
-            bool embd_all) override;
+    llama_memory_context_ptr init_batch(llama_batch_allocr & balloc, uint32_t n_ubatch, bool embd_all) override;
 
     llama_memory_context_ptr init_full() override;
 
@@ -82,11 +77,11 @@ public:
     void clear(bool data) override;
 
     // false, and nothing changes, if a window no longer holds what decoding at p0 needs
-    bool seq_rm  (llama_seq_id seq_id,                              llama_pos p0, llama_pos p1) override;
-    void seq_cp  (llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1) override;
-    void seq_keep(llama_seq_id seq_id)                                                          override;
-    void seq_add (llama_seq_id seq_id,                              llama_pos p0, llama_pos p1, llama_pos shift) override;
-    void seq_div (llama_seq_id seq_id,                              llama_pos p0, llama_pos p1, int d) override;
+    bool seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) override;
+    void seq_cp(llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1) override;
+    void seq_keep(llama_seq_id seq_id) override;
+    void seq_add(llama_seq_id seq_id, llama_pos p0, llama_pos p1, llama_pos shift) override;
+    void seq_div(llama_seq_id seq_id, llama_pos p0, llama_pos p1, int d) override;
 
     // virtual: the sequence can be cut back to any length L with seq_pos_min() < L <= seq_pos_max() + 1
     llama_pos seq_pos_min(llama_seq_id seq_id) const override;
@@ -97,15 +92,15 @@ public:
     // state write/load
 
     void state_write(llama_io_write_i & io, llama_seq_id seq_id = -1, llama_state_seq_flags flags = 0) const override;
-    void state_read (llama_io_read_i  & io, llama_seq_id seq_id = -1, llama_state_seq_flags flags = 0) override;
+    void state_read(llama_io_read_i & io, llama_seq_id seq_id = -1, llama_state_seq_flags flags = 0) override;
 
     //
     // llama_memory_hwkv specific API
     //
 
-    uint32_t                 n_groups()         const;
+    uint32_t                 n_groups() const;
     llama_kv_cache *         get_kv(uint32_t ig) const;
-    llama_memory_recurrent * get_recr()         const; // may be nullptr
+    llama_memory_recurrent * get_recr() const;  // may be nullptr
 
     bool is_native_swa(uint32_t ig) const;
 
@@ -132,12 +127,12 @@ public:
     void trim_shared(uint32_t ig);
 
     // see llama_hwkv_info() and llama_hwkv_table()
-    std::string info() const;
+    std::string              info() const;
     std::vector<std::string> table() const;
 
-private:
+  private:
     struct group {
-        int32_t window = LLAMA_HWKV_FULL; // as in the policy; n_swa for the model's own sliding window
+        int32_t window = LLAMA_HWKV_FULL;  // as in the policy; n_swa for the model's own sliding window
 
         // the policy's in groups with a window of the policy, 0 in others
         llama_pos n_sink = 0;
@@ -161,7 +156,7 @@ private:
         llama_pos resumable(llama_pos pos) const;
     };
 
-    const llama_model & model;
+    const llama_model &         model;
     const llama_hwkv_policy_ptr policy;
 
     const bool     unified;
@@ -175,7 +170,7 @@ private:
     // full group first, then windows ascending, then the model's own sliding window
     std::vector<std::unique_ptr<group>> groups;
 
-    std::vector<std::vector<part>> parts; // [n_layer_all]
+    std::vector<std::vector<part>> parts;  // [n_layer_all]
 
     std::unique_ptr<llama_memory_recurrent> mem_recr;
 
@@ -191,14 +186,14 @@ private:
         uint32_t n_head_kv = 0;
         size_t   bytes     = 0;
 
-        std::vector<std::pair<uint32_t, size_t>> layers; // layer, bytes
+        std::vector<std::pair<uint32_t, size_t>> layers;  // layer, bytes
     };
 
     group_bytes bytes_of(uint32_t ig) const;
 
-    size_t row_size(uint32_t il, uint32_t n_head_kv) const; // bytes of K and V of one cell
-    size_t full_bytes() const;                              // what upstream's cache would take for the configurable layers
-    size_t checkpoint_bytes() const;                        // of one context checkpoint, at most
+    size_t row_size(uint32_t il, uint32_t n_head_kv) const;  // bytes of K and V of one cell
+    size_t full_bytes() const;        // what upstream's cache would take for the configurable layers
+    size_t checkpoint_bytes() const;  // of one context checkpoint, at most
 
     slots prepare(uint32_t ig, const std::vector<llama_ubatch> & ubatches);
 
@@ -206,7 +201,7 @@ private:
 };
 
 class llama_memory_hwkv_context : public llama_memory_context_i {
-public:
+  public:
     // used for errors
     explicit llama_memory_hwkv_context(llama_memory_status status);
 
@@ -214,16 +209,12 @@ public:
     explicit llama_memory_hwkv_context(llama_memory_hwkv * mem);
 
     // used to create an update context
-    llama_memory_hwkv_context(
-            llama_memory_hwkv * mem,
-            llama_context * lctx,
-            bool optimize);
+    llama_memory_hwkv_context(llama_memory_hwkv * mem, llama_context * lctx, bool optimize);
 
     // used to create a batch processing context from a batch
-    llama_memory_hwkv_context(
-            llama_memory_hwkv * mem,
-            std::vector<llama_memory_hwkv::slots> slots,
-            std::vector<llama_ubatch> ubatches);
+    llama_memory_hwkv_context(llama_memory_hwkv *                   mem,
+                              std::vector<llama_memory_hwkv::slots> slots,
+                              std::vector<llama_ubatch>             ubatches);
 
     ~llama_memory_hwkv_context() = default;
 
@@ -231,7 +222,7 @@ public:
     // llama_memory_context_i
     //
 
-    bool next()  override;
+    bool next() override;
     bool apply() override;
 
     llama_memory_status  get_status() const override;
@@ -243,10 +234,10 @@ public:
 
     const llama_memory_hwkv & get_mem() const;
 
-    const llama_kv_cache_context         * get_kv(uint32_t ig) const;
-    const llama_memory_recurrent_context * get_recr()         const; // may be nullptr
+    const llama_kv_cache_context *         get_kv(uint32_t ig) const;
+    const llama_memory_recurrent_context * get_recr() const;  // may be nullptr
 
-private:
+  private:
     llama_memory_hwkv * mem = nullptr;
 
     // the index of the next ubatch to process
@@ -254,10 +245,10 @@ private:
 
     std::vector<llama_ubatch> ubatches;
 
-    std::vector<llama_memory_context_ptr> ctxs_kv; // one per group
+    std::vector<llama_memory_context_ptr> ctxs_kv;  // one per group
     llama_memory_context_ptr              ctx_recr;
 
-    std::vector<bool> trimmed; // one per group, see llama_memory_hwkv::slots
+    std::vector<bool> trimmed;  // one per group, see llama_memory_hwkv::slots
 
     llama_memory_status status;
 
@@ -269,7 +260,6 @@ llama_hwkv_layerwise * llama_hwkv_layerwise_of(const llama_memory_i * memory);
 
 // the memory of a context whose policy windows anything; nullptr to go upstream's own way
 // throws with one sentence if the policy cannot be served in such a context
-llama_memory_i * llama_memory_hwkv_create(
-            const llama_model & model,
-    const llama_memory_params & params,
-          const llama_cparams & cparams);
+llama_memory_i * llama_memory_hwkv_create(const llama_model &         model,
+                                          const llama_memory_params & params,
+                                          const llama_cparams &       cparams);

@@ -9,15 +9,14 @@
 //
 // -ngl N for N layers on the device of a GPU build: the models, their KV and their states lie in its memory
 
-#include "ggml.h"
+#include "../src/llama-ext.h"
+#include "../vendor/nlohmann/json.hpp"
 #include "ggml-cpp.h"
+#include "ggml.h"
 #include "gguf.h"
-#include "llama.h"
 #include "llama-cpp.h"
 #include "llama-hwkv-cpp.h"
-#include "../src/llama-ext.h"
-
-#include "../vendor/nlohmann/json.hpp"
+#include "llama.h"
 
 #include <algorithm>
 #include <cmath>
@@ -32,16 +31,16 @@
 
 using json = nlohmann::ordered_json;
 
-static std::string last_error; // from the log
+static std::string last_error;  // from the log
 
-#define REQUIRE(cond, ...)                                                    \
-    do {                                                                      \
-        if (!(cond)) {                                                        \
-            fprintf(stderr, "%s:%d: %s: ", __FILE__, __LINE__, #cond);        \
-            fprintf(stderr, __VA_ARGS__);                                     \
+#define REQUIRE(cond, ...)                                                        \
+    do {                                                                          \
+        if (!(cond)) {                                                            \
+            fprintf(stderr, "%s:%d: %s: ", __FILE__, __LINE__, #cond);            \
+            fprintf(stderr, __VA_ARGS__);                                         \
             fprintf(stderr, "\nlast error in the log: %s\n", last_error.c_str()); \
-            exit(1);                                                          \
-        }                                                                     \
+            exit(1);                                                              \
+        }                                                                         \
     } while (0)
 
 static double nmse(const std::vector<float> & a, const std::vector<float> & b) {
@@ -49,12 +48,12 @@ static double nmse(const std::vector<float> & a, const std::vector<float> & b) {
     double ref = 0.0;
 
     for (size_t i = 0; i < a.size(); ++i) {
-        err += (a[i] - b[i])*(a[i] - b[i]);
-        ref += b[i]*b[i];
+        err += (a[i] - b[i]) * (a[i] - b[i]);
+        ref += b[i] * b[i];
     }
 
     // also false for NaN
-    return ref > 0.0 && err <= 1e30 ? err/ref : INFINITY;
+    return ref > 0.0 && err <= 1e30 ? err / ref : INFINITY;
 }
 
 //
@@ -79,22 +78,22 @@ static gguf_context_ptr make_metadata(const std::string & arch) {
     gguf_set_val_str(gguf.get(), "general.architecture", arch.c_str());
     gguf_set_val_f32(gguf.get(), (arch + ".attention.layer_norm_rms_epsilon").c_str(), 1e-5f);
 
-    set("vocab_size",                   n_vocab);
-    set("context_length",               4096);
-    set("embedding_length",             256);
-    set("feed_forward_length",          256);
-    set("block_count",                  gemma4 ? 10 : qwen35 ? 4 : 3);
-    set("attention.head_count",         n_head);
-    set("attention.head_count_kv",      gemma4 ? 2 : qwen35 ? 4 : 8);
-    set("attention.key_length",         64);
-    set("attention.value_length",       64);
+    set("vocab_size", n_vocab);
+    set("context_length", 4096);
+    set("embedding_length", 256);
+    set("feed_forward_length", 256);
+    set("block_count", gemma4 ? 10 : qwen35 ? 4 : 3);
+    set("attention.head_count", n_head);
+    set("attention.head_count_kv", gemma4 ? 2 : qwen35 ? 4 : 8);
+    set("attention.key_length", 64);
+    set("attention.value_length", 64);
 
     if (gemma4) {
         // layers 5 to 9 attend layer 3 (sliding) or 4 (global)
-        set("attention.shared_kv_layers",        5);
-        set("attention.sliding_window",         48);
-        set("attention.key_length_swa",         64);
-        set("attention.value_length_swa",       64);
+        set("attention.shared_kv_layers", 5);
+        set("attention.sliding_window", 48);
+        set("attention.key_length_swa", 64);
+        set("attention.value_length_swa", 64);
         set("embedding_length_per_layer_input", 32);
 
         const uint32_t pattern[10] = { 1, 1, 1, 1, 0, 1, 1, 1, 1, 0 };
@@ -103,12 +102,12 @@ static gguf_context_ptr make_metadata(const std::string & arch) {
 
     if (qwen35) {
         set("full_attention_interval", 2);
-        set("ssm.conv_kernel",         4);
-        set("ssm.inner_size",        128);
-        set("ssm.state_size",         32);
-        set("ssm.time_step_rank",      4);
-        set("ssm.group_count",         4);
-        set("rope.dimension_count",   32);
+        set("ssm.conv_kernel", 4);
+        set("ssm.inner_size", 128);
+        set("ssm.state_size", 32);
+        set("ssm.time_step_rank", 4);
+        set("ssm.group_count", 4);
+        set("rope.dimension_count", 32);
 
         const int32_t sections[4] = { 8, 8, 0, 0 };
         gguf_set_arr_data(gguf.get(), "qwen35.rope.dimension_sections", GGUF_TYPE_INT32, sections, 4);
@@ -125,15 +124,15 @@ static gguf_context_ptr make_metadata(const std::string & arch) {
         pointers.push_back(t.c_str());
     }
 
-    gguf_set_val_str (gguf.get(), "tokenizer.ggml.model", "test");
-    gguf_set_arr_str (gguf.get(), "tokenizer.ggml.tokens", pointers.data(), n_vocab);
+    gguf_set_val_str(gguf.get(), "tokenizer.ggml.model", "test");
+    gguf_set_arr_str(gguf.get(), "tokenizer.ggml.tokens", pointers.data(), n_vocab);
     gguf_set_arr_data(gguf.get(), "tokenizer.ggml.scores", GGUF_TYPE_FLOAT32, scores.data(), n_vocab);
 
     return gguf;
 }
 
 static void set_random(ggml_tensor * tensor, void *) {
-    std::mt19937 gen(std::hash<std::string>()(tensor->name));
+    std::mt19937                    gen(std::hash<std::string>()(tensor->name));
     std::normal_distribution<float> dis(0.0f, 0.1f);
 
     std::vector<float> data(ggml_nelements(tensor));
@@ -183,8 +182,7 @@ static json layers_of(const llama_model * model) {
 }
 
 // windows_of(layer, KV head) gives a window or 0 for full
-template <typename F>
-static std::string make_policy(const json & layers, int n_sink, F && windows_of) {
+template <typename F> static std::string make_policy(const json & layers, int n_sink, F && windows_of) {
     json rows = json::array();
 
     for (const auto & layer : layers["layers"]) {
@@ -200,12 +198,22 @@ static std::string make_policy(const json & layers, int n_sink, F && windows_of)
             windows.push_back(w == 0 ? json("full") : json(w));
         }
 
-        rows.push_back({ { "layer", layer["layer"] }, { "windows", windows } });
+        rows.push_back({
+            { "layer",   layer["layer"] },
+            { "windows", windows        }
+        });
     }
 
-    const std::string text = json({ { "format", "hwkv-policy" }, { "version", 1 }, { "n_sink", n_sink }, { "layers", rows } }).dump();
+    const std::string text =
+        json({
+                 { "format",  "hwkv-policy" },
+                 { "version", 1             },
+                 { "n_sink",  n_sink        },
+                 { "layers",  rows          }
+    })
+            .dump();
 
-    char id [64];
+    char id[64];
     char err[1024];
     REQUIRE(llama_hwkv_register(text.c_str(), id, sizeof(id), err, sizeof(err)) == 0, "%s", err);
 
@@ -214,6 +222,7 @@ static std::string make_policy(const json & layers, int n_sink, F && windows_of)
 
 struct env {
     explicit env(const char * name) : name(name) { setenv(name, "1", 1); }
+
     ~env() { unsetenv(name); }
 
     const char * name;
@@ -225,7 +234,7 @@ static llama_context_params ctx_params(uint32_t n_ctx, uint32_t n_batch, uint32_
     params.n_ctx           = n_ctx;
     params.n_batch         = n_batch;
     params.n_ubatch        = n_ubatch;
-    params.n_threads       = 1; // small models: threads that wait for each other cost more than they bring
+    params.n_threads       = 1;  // small models: threads that wait for each other cost more than they bring
     params.n_threads_batch = 1;
 
     return params;
@@ -250,11 +259,11 @@ static int decode(llama_context * ctx, const std::vector<token_at> & tokens) {
     for (const auto & t : tokens) {
         const int i = batch.n_tokens++;
 
-        batch.token   [i]    = t.token;
-        batch.pos     [i]    = t.pos;
-        batch.n_seq_id[i]    = 1;
-        batch.seq_id  [i][0] = t.seq;
-        batch.logits  [i]    = t.output;
+        batch.token[i]     = t.token;
+        batch.pos[i]       = t.pos;
+        batch.n_seq_id[i]  = 1;
+        batch.seq_id[i][0] = t.seq;
+        batch.logits[i]    = t.output;
     }
 
     const int res = llama_decode(ctx, batch);
@@ -320,7 +329,7 @@ static bool has_learned_positions(const std::string & path) {
         return false;
     }
 
-    gguf_context_ptr gguf(gguf_init_from_file(path.c_str(), { /*.no_alloc =*/ true, /*.ctx =*/ nullptr }));
+    gguf_context_ptr gguf(gguf_init_from_file(path.c_str(), { /*.no_alloc =*/true, /*.ctx =*/nullptr }));
 
     return gguf && gguf_find_tensor(gguf.get(), "position_embd.weight") >= 0;
 }
@@ -353,9 +362,13 @@ static std::string test_arch(const std::string & path, int n_sink) {
 
             auto refused = load(path, policy);
 
-            if (refused && policy != make_policy(json({ { "layers", json::array() } }), n_sink, [](int, int) { return 0; })) {
+            if (refused && policy != make_policy(json({
+                                                     { "layers", json::array() }
+            }),
+                                                 n_sink, [](int, int) { return 0; })) {
                 llama_context_ptr ctx(llama_init_from_model(refused.get(), ctx_params(2048, 512, 64)));
-                REQUIRE(!ctx || !llama_hwkv_active(ctx.get()), "%s: a policy is served in spite of: %s", path.c_str(), layers["refusal"].dump().c_str());
+                REQUIRE(!ctx || !llama_hwkv_active(ctx.get()), "%s: a policy is served in spite of: %s", path.c_str(),
+                        layers["refusal"].dump().c_str());
             }
 
             return "refused: " + layers["refusal"].get<std::string>();
@@ -387,13 +400,15 @@ static std::string test_arch(const std::string & path, int n_sink) {
             return std::vector<float>();
         }
 
-        REQUIRE(llama_hwkv_active(ctx.get()) == (model == on.get() || env_name), "%s: grouped cache or not", path.c_str());
+        REQUIRE(llama_hwkv_active(ctx.get()) == (model == on.get() || env_name), "%s: grouped cache or not",
+                path.c_str());
 
         if (model == on.get() && !env_name) {
             const json info = json::parse(llama_hwkv_info_str(ctx.get()));
 
             for (const auto & group : info["groups"]) {
-                REQUIRE(group["window"].is_null() || group["cells"] <= 256, "%s: the ring of window %s does not evict", path.c_str(), group["window"].dump().c_str());
+                REQUIRE(group["window"].is_null() || group["cells"] <= 256, "%s: the ring of window %s does not evict",
+                        path.c_str(), group["window"].dump().c_str());
             }
         }
 
@@ -434,35 +449,44 @@ static std::string test_arch(const std::string & path, int n_sink) {
         // what one token more in every window, or one sink token more, would change: the least fault that the comparison has to see
         const auto layers = layers_of(off.get());
 
-        on = n_sink > 0
-            ? load(path, make_policy(layers, n_sink + 1, windows_of))
-            : load(path, make_policy(layers, 0, [](int i, int ih) { const int w = windows_of(i, ih); return w ? w + 1 : 0; }));
+        on = n_sink > 0 ? load(path, make_policy(layers, n_sink + 1, windows_of)) :
+                          load(path, make_policy(layers, 0, [](int i, int ih) {
+                                   const int w = windows_of(i, ih);
+                                   return w ? w + 1 : 0;
+                               }));
 
         control = nmse(run_with(on.get(), params, "LLAMA_HWKV_FULL_RING"), logits_ref);
 
         on = load(path, policy);
 
-        if (err_full <= std::max(1e-14, control/margin) && err <= control/margin) {
+        if (err_full <= std::max(1e-14, control / margin) && err <= control / margin) {
             break;
         }
     }
 
-    REQUIRE(err_full <= std::max(1e-14, control/margin), "%s: full windows differ from upstream's path: NMSE %g, control %g", path.c_str(), err_full, control);
-    REQUIRE(err      <= control/margin,                  "%s: the rings differ from full rings: NMSE %g, control %g", path.c_str(), err, control);
+    REQUIRE(err_full <= std::max(1e-14, control / margin),
+            "%s: full windows differ from upstream's path: NMSE %g, control %g", path.c_str(), err_full, control);
+    REQUIRE(err <= control / margin, "%s: the rings differ from full rings: NMSE %g, control %g", path.c_str(), err,
+            control);
 
     // what a dry run foresees is what is allocated
     if (path.rfind("made:", 0) != 0) {
         auto dry = load(path, policy, true);
 
         llama_context_ptr ctx_dry(llama_init_from_model(dry.get(), params));
-        llama_context_ptr ctx    (llama_init_from_model(on.get(),  params));
+        llama_context_ptr ctx(llama_init_from_model(on.get(), params));
 
         size_t bytes[2] = { 0, 0 };
 
-        for (const auto & [_, mb] : llama_get_memory_breakdown(ctx_dry.get())) { bytes[0] += mb.context; }
-        for (const auto & [_, mb] : llama_get_memory_breakdown(ctx.get()))     { bytes[1] += mb.context; }
+        for (const auto & [_, mb] : llama_get_memory_breakdown(ctx_dry.get())) {
+            bytes[0] += mb.context;
+        }
+        for (const auto & [_, mb] : llama_get_memory_breakdown(ctx.get())) {
+            bytes[1] += mb.context;
+        }
 
-        REQUIRE(bytes[0] == bytes[1], "%s: a dry run foresees %zu bytes, %zu are allocated", path.c_str(), bytes[0], bytes[1]);
+        REQUIRE(bytes[0] == bytes[1], "%s: a dry run foresees %zu bytes, %zu are allocated", path.c_str(), bytes[0],
+                bytes[1]);
     }
 
     // the path that matters, where rounding to F16 hides more
@@ -475,8 +499,8 @@ static std::string test_arch(const std::string & path, int n_sink) {
     REQUIRE(err_fa <= 1e-6, "%s: the rings differ from full rings with FlashAttention: NMSE %g", path.c_str(), err_fa);
 
     char buf[256];
-    snprintf(buf, sizeof(buf), "ok: n_sink %2d, NMSE %.1e (one token more: %.1e), with FlashAttention %.1e%s", n_sink, err, control, err_fa,
-            n_prompt < 256 ? " (no eviction: learned positions end at 256)" : "");
+    snprintf(buf, sizeof(buf), "ok: n_sink %2d, NMSE %.1e (one token more: %.1e), with FlashAttention %.1e%s", n_sink,
+             err, control, err_fa, n_prompt < 256 ? " (no eviction: learned positions end at 256)" : "");
 
     return buf;
 }
@@ -540,7 +564,7 @@ struct walk_params {
 
 struct walk {
     static constexpr uint32_t N_SEQ = 3;
-    static constexpr uint32_t N_CTX = 1280; // of one sequence
+    static constexpr uint32_t N_CTX = 1280;  // of one sequence
 
     walk(const std::string & path, const walk_params & wp) : wp(wp), rng(wp.seed) {
         json layers;
@@ -562,7 +586,7 @@ struct walk {
 
         const auto policy = [&](int n_sink, int first, int more) {
             return make_policy(layers, n_sink, [&](int i, int ih) {
-                const int w = i + ih == 0 ? first : windows[(31*i + ih) % windows.size()];
+                const int w = i + ih == 0 ? first : windows[(31 * i + ih) % windows.size()];
 
                 return w ? w + more : 0;
             });
@@ -571,7 +595,7 @@ struct walk {
         model       = load(path, policy(wp.n_sink, 40, 0));
         model_other = load(path, wp.n_sink > 0 ? policy(wp.n_sink - 1, 40, 0) : policy(0, 41, 0));
 
-        auto params = ctx_params(wp.unified ? N_SEQ*N_CTX : N_SEQ*N_CTX, 256, wp.n_ubatch);
+        auto params = ctx_params(wp.unified ? N_SEQ * N_CTX : N_SEQ * N_CTX, 256, wp.n_ubatch);
 
         params.n_seq_max       = N_SEQ;
         params.kv_unified      = wp.unified;
@@ -611,7 +635,7 @@ struct walk {
         // rounding to F16; devices have different kernels for different batches (1.3e-4 was seen)
         const double noise = n_gpu_layers > 0 ? 5e-4 : 1e-4;
 
-        tol = wp.fa ? std::max(control/3, noise) : control/5;
+        tol = wp.fa ? std::max(control / 3, noise) : control / 5;
 
         check_hole();
     }
@@ -634,8 +658,8 @@ struct walk {
         std::vector<uint8_t>     data;
     };
 
-    saved_state saved;      // of one sequence
-    saved_state checkpoint; // partial, of sequence 0: valid while sequence 0 starts with its tokens
+    saved_state saved;       // of one sequence
+    saved_state checkpoint;  // partial, of sequence 0: valid while sequence 0 starts with its tokens
 
     double control = 0.0;
     double tol     = 0.0;
@@ -669,7 +693,8 @@ struct walk {
 
         // llama-server's batches are at most n_batch tokens
         for (size_t i = 0; i < batch.size(); i += llama_n_batch(ctx.get())) {
-            const std::vector<token_at> part(batch.begin() + i, batch.begin() + std::min(batch.size(), i + llama_n_batch(ctx.get())));
+            const std::vector<token_at> part(batch.begin() + i,
+                                             batch.begin() + std::min(batch.size(), i + llama_n_batch(ctx.get())));
 
             REQUIRE(decode(ctx.get(), part) == 0, "decode fails although the context has room");
         }
@@ -686,9 +711,11 @@ struct walk {
     void require_cut(bool ok, llama_pos p0, llama_pos pos_min) const {
         // decoding there sees sink tokens only: all windows have them, but perhaps not the model's own
         if (p0 <= wp.n_sink && !llama_model_is_hybrid(model.get())) {
-            REQUIRE(ok || llama_model_n_swa(model.get()) > 0, "the sequence cannot be cut to %d of its sink tokens", p0);
+            REQUIRE(ok || llama_model_n_swa(model.get()) > 0, "the sequence cannot be cut to %d of its sink tokens",
+                    p0);
         } else {
-            REQUIRE(ok == (pos_min < p0), "the sequence can be cut to %d tokens: %d, but pos_min is %d", p0, ok, pos_min);
+            REQUIRE(ok == (pos_min < p0), "the sequence can be cut to %d tokens: %d, but pos_min is %d", p0, ok,
+                    pos_min);
         }
     }
 
@@ -696,7 +723,8 @@ struct walk {
         const llama_pos pos_min = llama_memory_seq_pos_min(mem, s);
         const llama_pos pos_max = llama_memory_seq_pos_max(mem, s);
 
-        REQUIRE(pos_max == (llama_pos) seqs[s].size() - 1, "pos_max is %d, expected %d", pos_max, (int) seqs[s].size() - 1);
+        REQUIRE(pos_max == (llama_pos) seqs[s].size() - 1, "pos_max is %d, expected %d", pos_max,
+                (int) seqs[s].size() - 1);
 
         const bool ok = llama_memory_seq_rm(mem, s, p0, -1);
 
@@ -747,7 +775,8 @@ struct walk {
         REQUIRE(n == saved.data.size(), "%zu of %zu bytes saved", n, saved.data.size());
 
         // another policy must refuse it and keep no trace
-        REQUIRE(llama_state_seq_set_data(ctx_other.get(), saved.data.data(), saved.data.size(), 0) == 0, "a state is restored under another policy");
+        REQUIRE(llama_state_seq_set_data(ctx_other.get(), saved.data.data(), saved.data.size(), 0) == 0,
+                "a state is restored under another policy");
         REQUIRE(llama_memory_seq_pos_max(llama_get_memory(ctx_other.get()), 0) == -1, "a refused state leaves cells");
     }
 
@@ -758,7 +787,8 @@ struct walk {
 
         // cut short: refused, and the sequence is as it was (cut within the header) or empty
         if (pick(4) == 0) {
-            REQUIRE(llama_state_seq_set_data(ctx.get(), saved.data.data(), saved.data.size()/2, s) == 0, "half a state is restored");
+            REQUIRE(llama_state_seq_set_data(ctx.get(), saved.data.data(), saved.data.size() / 2, s) == 0,
+                    "half a state is restored");
 
             if (llama_memory_seq_pos_max(mem, s) == -1) {
                 seqs[s].clear();
@@ -767,7 +797,8 @@ struct walk {
             verify(s);
         }
 
-        REQUIRE(llama_state_seq_set_data(ctx.get(), saved.data.data(), saved.data.size(), s) == saved.data.size(), "a state is not restored");
+        REQUIRE(llama_state_seq_set_data(ctx.get(), saved.data.data(), saved.data.size(), s) == saved.data.size(),
+                "a state is not restored");
         seqs[s] = saved.tokens;
     }
 
@@ -775,7 +806,7 @@ struct walk {
     //   draft can be taken back
     void op_draft(uint32_t s) {
         const uint32_t other   = (s + 1) % N_SEQ;
-        const size_t   n_draft = pick(std::min(llama_hwkv_n_draft_max(ctx.get()), 2*LLAMA_HWKV_N_SLACK) + 1);
+        const size_t   n_draft = pick(std::min(llama_hwkv_n_draft_max(ctx.get()), 2 * LLAMA_HWKV_N_SLACK) + 1);
         const size_t   n_other = pick(190);
 
         if (!fits(s, 1 + n_draft) || !fits(other, n_other) || seqs[s].empty() || llama_model_is_hybrid(model.get())) {
@@ -786,7 +817,8 @@ struct walk {
 
         for (const auto & [seq, n] : { std::make_pair(s, 1 + n_draft), std::make_pair(other, n_other) }) {
             for (size_t i = 0; i < n; ++i) {
-                batch.push_back({ random_tokens(model.get(), 1, rng)[0], (llama_pos) seqs[seq].size(), (llama_seq_id) seq, true });
+                batch.push_back(
+                    { random_tokens(model.get(), 1, rng)[0], (llama_pos) seqs[seq].size(), (llama_seq_id) seq, true });
                 seqs[seq].push_back(batch.back().token);
             }
         }
@@ -806,15 +838,21 @@ struct walk {
         if (checkpoint.data.empty()) {
             checkpoint.tokens = seqs[0];
             checkpoint.data.resize(llama_state_seq_get_size_ext(ctx.get(), 0, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY));
-            REQUIRE(llama_state_seq_get_data_ext(ctx.get(), checkpoint.data.data(), checkpoint.data.size(), 0, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) == checkpoint.data.size(), "checkpoint");
+            REQUIRE(llama_state_seq_get_data_ext(ctx.get(), checkpoint.data.data(), checkpoint.data.size(), 0,
+                                                 LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) == checkpoint.data.size(),
+                    "checkpoint");
             return;
         }
 
-        const bool valid = seqs[0].size() >= checkpoint.tokens.size() && std::equal(checkpoint.tokens.begin(), checkpoint.tokens.end(), seqs[0].begin());
+        const bool valid = seqs[0].size() >= checkpoint.tokens.size() &&
+                           std::equal(checkpoint.tokens.begin(), checkpoint.tokens.end(), seqs[0].begin());
 
         if (valid) {
-            REQUIRE(llama_state_seq_set_data_ext(ctx.get(), checkpoint.data.data(), checkpoint.data.size(), 0, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) == checkpoint.data.size(), "a checkpoint is not restored");
-            REQUIRE(llama_memory_seq_rm(mem, 0, checkpoint.tokens.size(), -1), "a restored checkpoint cannot be continued");
+            REQUIRE(llama_state_seq_set_data_ext(ctx.get(), checkpoint.data.data(), checkpoint.data.size(), 0,
+                                                 LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) == checkpoint.data.size(),
+                    "a checkpoint is not restored");
+            REQUIRE(llama_memory_seq_rm(mem, 0, checkpoint.tokens.size(), -1),
+                    "a restored checkpoint cannot be continued");
             seqs[0] = checkpoint.tokens;
         }
 
@@ -828,20 +866,23 @@ struct walk {
 
         // too small a buffer: refused, and all stays as it was
         const auto pos_mins = [&]() {
-            return std::vector<llama_pos> { llama_memory_seq_pos_min(mem, 0), llama_memory_seq_pos_min(mem, 1), llama_memory_seq_pos_min(mem, 2) };
+            return std::vector<llama_pos>{ llama_memory_seq_pos_min(mem, 0), llama_memory_seq_pos_min(mem, 1),
+                                           llama_memory_seq_pos_min(mem, 2) };
         };
 
         const auto pos_mins_old = pos_mins();
 
-        std::vector<uint8_t> small(n - n/8);
-        REQUIRE(llama_state_get_data(ctx.get(), small.data(), small.size()) == 0, "a whole state fits into less than its size");
+        std::vector<uint8_t> small(n - n / 8);
+        REQUIRE(llama_state_get_data(ctx.get(), small.data(), small.size()) == 0,
+                "a whole state fits into less than its size");
         REQUIRE(pos_mins() == pos_mins_old, "a state that did not fit has changed the cache");
 
         const std::vector<std::vector<llama_token>> seqs_saved(std::begin(seqs), std::end(seqs));
 
         // cut short: refused, and what is empty then is really empty
         if (pick(2) == 0) {
-            REQUIRE(llama_state_set_data(ctx.get(), data.data(), n - 1 - pick(n/2)) == 0, "a part of a whole state is restored");
+            REQUIRE(llama_state_set_data(ctx.get(), data.data(), n - 1 - pick(n / 2)) == 0,
+                    "a part of a whole state is restored");
 
             for (uint32_t s = 0; s < N_SEQ; ++s) {
                 if (llama_memory_seq_pos_max(mem, s) == -1) {
@@ -869,10 +910,14 @@ struct walk {
         for (auto * c : { ctx.get(), ctx_fresh.get() }) {
             run(c, { tokens.begin(), tokens.begin() + 300 }, 300);
 
-            llama_memory_seq_rm(llama_get_memory(c), 0, wp.n_sink/2, wp.n_sink + 5);
+            llama_memory_seq_rm(llama_get_memory(c), 0, wp.n_sink / 2, wp.n_sink + 5);
 
             for (size_t i = 300; i < tokens.size(); ++i) {
-                REQUIRE(decode(c, { { tokens[i], (llama_pos) i, 0, true } }) == 0, "decode fails after a removal");
+                REQUIRE(decode(c,
+                               {
+                                   { tokens[i], (llama_pos) i, 0, true }
+                }) == 0,
+                        "decode fails after a removal");
             }
 
             logits[c == ctx.get()] = logits_of(c, -1);
@@ -897,7 +942,8 @@ struct walk {
 
         worst = std::max(worst, err);
 
-        REQUIRE(err <= tol, "sequence %u of %zu tokens differs from a fresh run: NMSE %g > %g (seed %u)", s, seqs[s].size(), err, tol, wp.seed);
+        REQUIRE(err <= tol, "sequence %u of %zu tokens differs from a fresh run: NMSE %g > %g (seed %u)", s,
+                seqs[s].size(), err, tol, wp.seed);
     }
 
     // sequences that begin with the same cells, until each is far beyond them
@@ -916,27 +962,48 @@ struct walk {
         const uint32_t s = pick(N_SEQ);
 
         switch (pick(12)) {
-            case 0: case 1: case 2: {
-                const size_t n = 1 + pick(pick(2) ? 4 : 300);
+            case 0:
+            case 1:
+            case 2:
+                {
+                    const size_t n = 1 + pick(pick(2) ? 4 : 300);
 
-                std::vector<uint32_t> which;
+                    std::vector<uint32_t> which;
 
-                for (uint32_t i = 0; i < N_SEQ; ++i) {
-                    if (fits(i, n) && (i == s || pick(2) == 0)) {
-                        which.push_back(i);
+                    for (uint32_t i = 0; i < N_SEQ; ++i) {
+                        if (fits(i, n) && (i == s || pick(2) == 0)) {
+                            which.push_back(i);
+                        }
                     }
-                }
 
-                op_decode(which, n);
-            } break;
-            case 3: case 4: op_rm(s, pick_length(s)); break;
-            case 5: op_rm(s, seqs[s].size() - std::min<size_t>(seqs[s].size(), pick(60))); break;
-            case 6: op_cp(s, (s + 1 + pick(N_SEQ - 1)) % N_SEQ, wp.unified && pick(2) == 0 ? pick_length(s) : 0); break;
-            case 7: op_save(s); break;
-            case 8: op_restore(s); break;
-            case 9: op_checkpoint(); break;
-            case 10: pick(3) == 0 ? op_whole_state() : op_clear(s); break;
-            case 11: op_draft(s); break;
+                    op_decode(which, n);
+                }
+                break;
+            case 3:
+            case 4:
+                op_rm(s, pick_length(s));
+                break;
+            case 5:
+                op_rm(s, seqs[s].size() - std::min<size_t>(seqs[s].size(), pick(60)));
+                break;
+            case 6:
+                op_cp(s, (s + 1 + pick(N_SEQ - 1)) % N_SEQ, wp.unified && pick(2) == 0 ? pick_length(s) : 0);
+                break;
+            case 7:
+                op_save(s);
+                break;
+            case 8:
+                op_restore(s);
+                break;
+            case 9:
+                op_checkpoint();
+                break;
+            case 10:
+                pick(3) == 0 ? op_whole_state() : op_clear(s);
+                break;
+            case 11:
+                op_draft(s);
+                break;
         }
 
         verify(pick(N_SEQ));
@@ -952,16 +1019,20 @@ static int test_walk(const std::string & path, const walk_params & wp) {
         w.step();
     }
 
-    printf("%-28s seed %3u, %-7s, %-5s, -ub %-3u, n_sink %3d: %d steps, worst NMSE %.1e (one token more: %.1e), %d cuts refused\n",
-            stem(path).c_str(), wp.seed, wp.unified ? "unified" : "split", wp.fa ? "fa" : "no fa",
-            wp.n_ubatch, wp.n_sink, wp.n_steps, w.worst, w.control, w.n_refused);
+    printf(
+        "%-28s seed %3u, %-7s, %-5s, -ub %-3u, n_sink %3d: %d steps, worst NMSE %.1e (one token more: %.1e), %d cuts "
+        "refused\n",
+        stem(path).c_str(), wp.seed, wp.unified ? "unified" : "split", wp.fa ? "fa" : "no fa", wp.n_ubatch, wp.n_sink,
+        wp.n_steps, w.worst, w.control, w.n_refused);
     fflush(stdout);
 
     return 0;
 }
 
 static int usage(const char * name) {
-    fprintf(stderr, "usage: %s archs DIR|MODEL [-ngl N]\n       %s walk MODEL [--seeds FIRST LAST] [--steps N] [-ngl N]\n", name, name);
+    fprintf(stderr,
+            "usage: %s archs DIR|MODEL [-ngl N]\n       %s walk MODEL [--seeds FIRST LAST] [--steps N] [-ngl N]\n",
+            name, name);
     return 2;
 }
 
@@ -990,14 +1061,16 @@ int main(int argc, char ** argv) {
         }
     }
 
-    llama_log_set([](ggml_log_level level, const char * text, void *) {
-        // refusals are expected here, so errors are shown only when a test fails
-        if (getenv("TEST_HWKV_LOG")) {
-            fputs(text, stderr);
-        } else if (level == GGML_LOG_LEVEL_ERROR) {
-            last_error = text;
-        }
-    }, nullptr);
+    llama_log_set(
+        [](ggml_log_level level, const char * text, void *) {
+            // refusals are expected here, so errors are shown only when a test fails
+            if (getenv("TEST_HWKV_LOG")) {
+                fputs(text, stderr);
+            } else if (level == GGML_LOG_LEVEL_ERROR) {
+                last_error = text;
+            }
+        },
+        nullptr);
 
     llama_backend_init();
 
@@ -1008,11 +1081,12 @@ int main(int argc, char ** argv) {
     } else if (mode == "walk") {
         for (wp.seed = seed_first; wp.seed <= seed_last; ++wp.seed) {
             wp.unified  = wp.seed % 2 == 0;
-            wp.fa       = wp.seed/2 % 2 == 0;
-            wp.n_ubatch = wp.seed/4 % 2 == 0 ? 32 : 256;
+            wp.fa       = wp.seed / 2 % 2 == 0;
+            wp.n_ubatch = wp.seed / 4 % 2 == 0 ? 32 : 256;
 
             // each n_sink meets each of the others' values
-            wp.n_sink = wp.seed/8 % 2 == 0 ? 0 : std::vector<int>{ 1, 4, 64, 200 }[std::min(wp.seed % 8, 7 - wp.seed % 8)];
+            wp.n_sink =
+                wp.seed / 8 % 2 == 0 ? 0 : std::vector<int>{ 1, 4, 64, 200 }[std::min(wp.seed % 8, 7 - wp.seed % 8)];
 
             res = test_walk(path, wp);
         }
