@@ -35,11 +35,16 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from hwkv_llamacpp import HwkvError, ModelGeometry, digest, layerwise, machine, native, seqcalib, testmodels, trace as traces
-from hwkv_llamacpp.calibration_run import Settings
-from hwkv_llamacpp.distortion import DistortionMeter
-from hwkv_llamacpp.layerwise import Layerwise
-from hwkv_llamacpp.runtime import Model, RuntimeOptions
+from hwkv_llamacpp import HwkvError, ModelGeometry
+from hwkv_llamacpp.gguf import digest, testmodels
+from hwkv_llamacpp.calibration import layerwise, trace as traces
+from hwkv_llamacpp.measure import machine
+from hwkv_llamacpp.runtime import native
+from hwkv_llamacpp.calibration.methods import seqcalib
+from hwkv_llamacpp.calibration.run import Settings
+from hwkv_llamacpp.calibration.distortion import DistortionMeter
+from hwkv_llamacpp.calibration.layerwise import Layerwise
+from hwkv_llamacpp.runtime.context import Model, RuntimeOptions
 
 RESULTS = Path(__file__).parent / "results" / "calibration.jsonl"
 BLAS_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")

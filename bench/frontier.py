@@ -22,13 +22,19 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from hwkv_llamacpp import ModelGeometry, Policy, digest, figures, handmade, leastkl, native, seqcalib, testmodels, trace as traces
-from hwkv_llamacpp.budget import Budget
-from hwkv_llamacpp.calibration_run import Settings
-from hwkv_llamacpp.distortion import DistortionMeter
-from hwkv_llamacpp.footprint import predict
-from hwkv_llamacpp.heatmap import INK
-from hwkv_llamacpp.runtime import Model, RuntimeOptions
+from hwkv_llamacpp import ModelGeometry, Policy
+from hwkv_llamacpp.gguf import digest, testmodels
+from hwkv_llamacpp.plot import figures
+from hwkv_llamacpp.baselines import handmade
+from hwkv_llamacpp.calibration.methods import leastkl, seqcalib
+from hwkv_llamacpp.runtime import native
+from hwkv_llamacpp.calibration import trace as traces
+from hwkv_llamacpp.policy.budget import Budget
+from hwkv_llamacpp.calibration.run import Settings
+from hwkv_llamacpp.calibration.distortion import DistortionMeter
+from hwkv_llamacpp.policy.footprint import predict
+from hwkv_llamacpp.plot.heatmap import INK
+from hwkv_llamacpp.runtime.context import Model, RuntimeOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).parent / "results"

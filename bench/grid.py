@@ -5,8 +5,10 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hwkv_llamacpp import ModelGeometry, Policy, native, testmodels
-from hwkv_llamacpp.cli import main as hwkv
+from hwkv_llamacpp import ModelGeometry, Policy
+from hwkv_llamacpp.runtime import native
+from hwkv_llamacpp.gguf import testmodels
+from hwkv_llamacpp.cli.main import main as hwkv
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, POLICIES = Path(__file__).parent / "results", ROOT / "policies"

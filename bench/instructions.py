@@ -23,8 +23,12 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from hwkv_llamacpp import ModelGeometry, digest, handmade, machine, native
-from hwkv_llamacpp.measure import full_policy
+from hwkv_llamacpp import ModelGeometry
+from hwkv_llamacpp.gguf import digest
+from hwkv_llamacpp.baselines import handmade
+from hwkv_llamacpp.measure import machine
+from hwkv_llamacpp.runtime import native
+from hwkv_llamacpp.measure.case import full_policy
 
 MODEL = Path(__file__).resolve().parent.parent / "tests" / "data" / "mini-hybrid-f16.gguf"
 RESULTS = Path(__file__).parent / "results" / "instructions.jsonl"

@@ -20,9 +20,12 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from hwkv_llamacpp import ModelGeometry, Policy, digest, handmade, native
-from hwkv_llamacpp.budget import Budget
-from hwkv_llamacpp.server import LlamaServer, ServerOptions
+from hwkv_llamacpp import ModelGeometry, Policy
+from hwkv_llamacpp.gguf import digest
+from hwkv_llamacpp.baselines import handmade
+from hwkv_llamacpp.runtime import native
+from hwkv_llamacpp.policy.budget import Budget
+from hwkv_llamacpp.runtime.server import LlamaServer, ServerOptions
 
 MODEL = native.ROOT / "tests" / "data" / "mini-hybrid-f16.gguf"
 POLICY = native.ROOT / "policies" / "mini-hybrid" / "seqcalib.json"

@@ -22,7 +22,9 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from hwkv_llamacpp import digest, machine, native, testmodels
+from hwkv_llamacpp.gguf import digest, testmodels
+from hwkv_llamacpp.measure import machine
+from hwkv_llamacpp.runtime import native
 
 RESULTS = Path(__file__).parent / "results" / "off.jsonl"
 N_PREFILL, N_DECODE = 512, 128

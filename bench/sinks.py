@@ -24,8 +24,12 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from hwkv_llamacpp import Policy, digest, machine, native, testmodels, trace as traces
-from hwkv_llamacpp.runtime import Model, RuntimeOptions
+from hwkv_llamacpp import Policy
+from hwkv_llamacpp.gguf import digest, testmodels
+from hwkv_llamacpp.measure import machine
+from hwkv_llamacpp.runtime import native
+from hwkv_llamacpp.calibration import trace as traces
+from hwkv_llamacpp.runtime.context import Model, RuntimeOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).parent / "results" / "sinks.jsonl"

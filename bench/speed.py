@@ -31,8 +31,11 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from hwkv_llamacpp import ModelGeometry, Policy, digest, machine, native, testmodels
-from hwkv_llamacpp.footprint import predict
+from hwkv_llamacpp import ModelGeometry, Policy
+from hwkv_llamacpp.gguf import digest, testmodels
+from hwkv_llamacpp.measure import machine
+from hwkv_llamacpp.runtime import native
+from hwkv_llamacpp.policy.footprint import predict
 
 RESULTS = Path(__file__).parent / "results" / "speed.jsonl"
 N_PREFILL, N_DECODE, N_UBATCH = 512, 32, 512

@@ -13,13 +13,13 @@ need the native build.
 import importlib
 
 from .errors import HwkvError
-from .geometry import ModelGeometry
-from .policy import Policy
+from .gguf.geometry import ModelGeometry
+from .policy.policy import Policy
 
 __version__ = "0.1.0"
 __all__ = ["HwkvError", "Llama", "ModelGeometry", "Policy", "calibrate"]
 
-_NATIVE = {"Llama": ".llama", "calibrate": ".calibration"}
+_NATIVE = {"Llama": ".runtime.llama", "calibrate": ".calibration.calibrate"}
 
 
 def __getattr__(name):

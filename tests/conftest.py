@@ -27,7 +27,7 @@ def mini_hybrid():
 @pytest.fixture(scope="session")
 def smollm2():
     """Path of SmolLM2-135M-Instruct: dense, 30 layers of 3 KV heads."""
-    from hwkv_llamacpp import testmodels
+    from hwkv_llamacpp.gguf import testmodels
 
     return testmodels.smollm2()
 
@@ -35,7 +35,7 @@ def smollm2():
 @pytest.fixture(scope="session")
 def gemma3():
     """Path of Gemma 3 270M: layers 5, 11 and 17 of 18 take windows, 1 KV head of 256."""
-    from hwkv_llamacpp import testmodels
+    from hwkv_llamacpp.gguf import testmodels
 
     return testmodels.gemma3()
 
@@ -49,7 +49,8 @@ def random_models():
     They take 900 MB and half a minute, so they stay under build/ for the next run. The seed is fixed: the fixture's own choice is
     another one each time, and with it would be every error that the tests measure.
     """
-    from hwkv_llamacpp import HwkvError, native
+    from hwkv_llamacpp import HwkvError
+    from hwkv_llamacpp.runtime import native
 
     seed = 1
     folder = native.ROOT / "build" / "random-models" / f"seed-{seed}"
@@ -120,7 +121,7 @@ def metadata_gguf(tmp_path):
 @pytest.fixture
 def hwkv(capsys):
     """hwkv("info", path) -> (exit code, stdout, stderr), in this process."""
-    from hwkv_llamacpp.cli import main
+    from hwkv_llamacpp.cli.main import main
 
     def run(*words):
         capsys.readouterr()
@@ -139,7 +140,7 @@ def hwkv_process():
     """hwkv_process("info", path): the command in a process of its own, as a finished subprocess.run."""
 
     def run(*words, **options):
-        return subprocess.run([sys.executable, "-m", "hwkv_llamacpp.cli", *map(str, words)], text=True, capture_output=True,
+        return subprocess.run([sys.executable, "-m", "hwkv_llamacpp", *map(str, words)], text=True, capture_output=True,
                               timeout=120, **options)
 
     return run

@@ -7,7 +7,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 from gguf.quants import dequantize
 
-from hwkv_llamacpp.testmodels import FOLDER
+from hwkv_llamacpp.gguf.testmodels import FOLDER
 
 
 def f32_copy(source):

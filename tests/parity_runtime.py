@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import numpy as np
 from gguf.constants import GGMLQuantizationType
 
-from hwkv_llamacpp import llama_log, native
-from hwkv_llamacpp.footprint import CACHE_TYPES
+from hwkv_llamacpp.runtime import llama_log, native
+from hwkv_llamacpp.policy.footprint import CACHE_TYPES
 
 llama_cpp = native.load()
 

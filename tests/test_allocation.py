@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from hwkv_llamacpp import HwkvError, ModelGeometry, Policy
-from hwkv_llamacpp.allocation import allocate
-from hwkv_llamacpp.budget import Budget
-from hwkv_llamacpp.footprint import predict
+from hwkv_llamacpp.policy.allocation import allocate
+from hwkv_llamacpp.policy.budget import Budget
+from hwkv_llamacpp.policy.footprint import predict
 
 WINDOWS = [64, 256, 512, 1024]
 N_CTX = 2048

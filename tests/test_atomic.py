@@ -7,12 +7,13 @@ import sys
 
 import pytest
 
-from hwkv_llamacpp import HwkvError, atomic
-from hwkv_llamacpp.atomic import replacing
+from hwkv_llamacpp import HwkvError
+from hwkv_llamacpp.base import atomic
+from hwkv_llamacpp.base.atomic import replacing
 
 WRITER = """
 import sys, time
-from hwkv_llamacpp.atomic import replacing
+from hwkv_llamacpp.base.atomic import replacing
 with replacing(sys.argv[1]) as file:
     file.write(b"half")
     file.flush()

@@ -11,8 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hwkv_llamacpp import HwkvError, ModelGeometry, boundary, ending, measure, memory_limit, records
-from hwkv_llamacpp.comparison import make_sections
+from hwkv_llamacpp import HwkvError, ModelGeometry
+from hwkv_llamacpp.measure import boundary, ending, case as measure, memory_limit, records
+from hwkv_llamacpp.report.comparison import make_sections
 
 STANDIN = Path(__file__).parent / "standin.py"
 POLICY = {"format": "hwkv-policy", "version": 1, "layers": [{"layer": 3, "windows": ["full", 64, 64, 64]}]}
@@ -129,7 +130,7 @@ def test_the_kernels_kill_is_out_of_memory():
 
 
 def test_a_group_that_a_killed_run_left_is_removed():
-    code = ("import os, signal\nfrom hwkv_llamacpp import memory_limit\nwith memory_limit.memory_group() as group:\n"
+    code = ("import os, signal\nfrom hwkv_llamacpp.measure import memory_limit\nwith memory_limit.memory_group() as group:\n"
             "    print(getattr(group, 'folder', ''), flush=True)\n    os.kill(os.getpid(), signal.SIGKILL)")
     left = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
     if not left:
@@ -161,7 +162,8 @@ def test_a_row_that_does_not_fit_on_the_disk_is_an_error(tmp_path):
     """A write that the system cuts short, here at a file size limit."""
     script = f"""
 import resource, signal
-from hwkv_llamacpp import HwkvError, records
+from hwkv_llamacpp import HwkvError
+from hwkv_llamacpp.measure import records
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 try:
@@ -328,7 +330,7 @@ def test_a_killed_run_leaves_no_server_and_goes_on(standin, hwkv, mini_hybrid, t
     standin("hang-prefill>600")
     out = tmp_path / "run.jsonl"
     words = ["memory", mini_hybrid, "--arms", "full", "-c", "512,1024", "-r", "1", "-o", out]
-    process = subprocess.Popen([sys.executable, "-m", "hwkv_llamacpp.cli", "bench", *map(str, words), "-n", "4"], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, "-m", "hwkv_llamacpp", "bench", *map(str, words), "-n", "4"], stderr=subprocess.DEVNULL)
     server = wait_for(lambda: out.exists() and [child for child in psutil.Process(process.pid).children() if "1024" in child.cmdline()])[0]
     process.send_signal(sent)
     assert process.wait(20) != 0

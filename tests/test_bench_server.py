@@ -8,9 +8,12 @@ import statistics
 
 import pytest
 
-from hwkv_llamacpp import HwkvError, ModelGeometry, Policy, handmade, measure, memory_limit, native, records
-from hwkv_llamacpp.comparison import same_kv
-from hwkv_llamacpp.footprint import predict
+from hwkv_llamacpp import HwkvError, ModelGeometry, Policy
+from hwkv_llamacpp.baselines import handmade
+from hwkv_llamacpp.measure import case as measure, memory_limit, records
+from hwkv_llamacpp.runtime import native
+from hwkv_llamacpp.report.comparison import same_kv
+from hwkv_llamacpp.policy.footprint import predict
 
 MIB = 2**20
 N_CTX = 6144
@@ -38,7 +41,7 @@ def policy_path(mini_hybrid, tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(mini_hybrid, policy_path, tmp_path_factory):
     """Rows of one run of all arms."""
-    from hwkv_llamacpp.cli import main
+    from hwkv_llamacpp.cli.main import main
 
     out = tmp_path_factory.mktemp("run") / "run.jsonl"
     words = ["--policy", policy_path, "-c", f"1024,{N_CTX}", "-r", 1, "-t", 1, "-ub", 128, "-n", 8, "-o", out]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hwkv_llamacpp import native
+from hwkv_llamacpp.runtime import native
 from hwkv_llamacpp.errors import HwkvError
 
 ROOT = Path(__file__).resolve().parent.parent

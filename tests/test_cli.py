@@ -11,8 +11,9 @@ import time
 
 import pytest
 
-from hwkv_llamacpp import Policy, native
-from hwkv_llamacpp.embed import read_policy
+from hwkv_llamacpp import Policy
+from hwkv_llamacpp.runtime import native
+from hwkv_llamacpp.gguf.embed import read_policy
 
 COMMANDS = [("info",), ("policy",), ("policy", "make"), ("policy", "make", "uniform"), ("policy", "make", "matrix"),
             ("policy", "make", "streaming"), ("policy", "make", "random"), ("policy", "make", "pattern"),
@@ -308,7 +309,7 @@ def test_exit_codes_of_the_process(hwkv_process, mini_hybrid, tmp_path):
 
 
 def test_output_into_a_closed_pipe(mini_hybrid):
-    process = subprocess.Popen([sys.executable, "-m", "hwkv_llamacpp.cli", "info", str(mini_hybrid), "--json"],
+    process = subprocess.Popen([sys.executable, "-m", "hwkv_llamacpp", "info", str(mini_hybrid), "--json"],
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
     assert process.stderr.read() == b""
@@ -319,7 +320,7 @@ def test_output_onto_a_full_disk(hwkv_process, mini_hybrid):
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full on this system")
     with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-m", "hwkv_llamacpp.cli", "info", str(mini_hybrid)], stdout=full,
+        done = subprocess.run([sys.executable, "-m", "hwkv_llamacpp", "info", str(mini_hybrid)], stdout=full,
                               stderr=subprocess.PIPE, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (1, "error: cannot print: No space left on device\n")
 
@@ -328,7 +329,7 @@ def test_interrupt_while_waiting_for_input(tmp_path):
     """Ctrl-C ends with one sentence wherever it comes: here while a policy is read from a pipe that never ends."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    process = subprocess.Popen([sys.executable, "-m", "hwkv_llamacpp.cli", "policy", "show", str(pipe)],
+    process = subprocess.Popen([sys.executable, "-m", "hwkv_llamacpp", "policy", "show", str(pipe)],
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     with open(pipe, "wb"):  # blocks until the command has opened the other end
         time.sleep(0.2)

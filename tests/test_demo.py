@@ -5,9 +5,10 @@ import re
 import subprocess
 import sys
 
-from hwkv_llamacpp import ModelGeometry, Policy, testmodels
-from hwkv_llamacpp.embed import read_policy
-from hwkv_llamacpp.footprint import predict
+from hwkv_llamacpp import ModelGeometry, Policy
+from hwkv_llamacpp.gguf import testmodels
+from hwkv_llamacpp.gguf.embed import read_policy
+from hwkv_llamacpp.policy.footprint import predict
 
 COMMAND = (sys.executable, "-u", "-m", "hwkv_llamacpp", "demo")
 

@@ -19,8 +19,8 @@ try:
 except HwkvError as error:
     pytest.skip(str(error), allow_module_level=True)
 
-from hwkv_llamacpp.layerwise import Layerwise
-from hwkv_llamacpp.runtime import Model, RuntimeOptions
+from hwkv_llamacpp.calibration.layerwise import Layerwise
+from hwkv_llamacpp.runtime.context import Model, RuntimeOptions
 from test_layerwise import error as relative_error
 from test_layerwise import samples_of, walk
 

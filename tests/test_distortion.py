@@ -7,9 +7,10 @@ import pytest
 from minilang import needle_prompt
 from reference.random_models import write_llama
 
-from hwkv_llamacpp import HwkvError, ModelGeometry, Policy, native
-from hwkv_llamacpp.gguf_file import GGUFFile
-from hwkv_llamacpp.handmade import uniform
+from hwkv_llamacpp import HwkvError, ModelGeometry, Policy
+from hwkv_llamacpp.runtime import native
+from hwkv_llamacpp.gguf.file import GGUFFile
+from hwkv_llamacpp.baselines.handmade import uniform
 
 try:
     native.library()
@@ -18,8 +19,8 @@ except HwkvError as error:
 
 from parity_runtime import Runtime
 
-from hwkv_llamacpp.distortion import DistortionMeter
-from hwkv_llamacpp.runtime import Model, RuntimeOptions
+from hwkv_llamacpp.calibration.distortion import DistortionMeter
+from hwkv_llamacpp.runtime.context import Model, RuntimeOptions
 
 OPTIONS = RuntimeOptions(64, n_gpu_layers=0, n_threads=1)
 

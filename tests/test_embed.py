@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 from gguf import GGUFReader, GGUFValueType
 
-import hwkv_llamacpp.embed as embed_module
-from hwkv_llamacpp import HwkvError, ModelGeometry, Policy, atomic, native
-from hwkv_llamacpp.embed import embed, read_policy
-from hwkv_llamacpp.gguf_file import GGUFFile
-from hwkv_llamacpp.handmade import uniform
-from hwkv_llamacpp.server import LlamaServer, ServerOptions
+import hwkv_llamacpp.gguf.embed as embed_module
+from hwkv_llamacpp import HwkvError, ModelGeometry, Policy
+from hwkv_llamacpp.base import atomic
+from hwkv_llamacpp.runtime import native
+from hwkv_llamacpp.gguf.embed import embed, read_policy
+from hwkv_llamacpp.gguf.file import GGUFFile
+from hwkv_llamacpp.baselines.handmade import uniform
+from hwkv_llamacpp.runtime.server import LlamaServer, ServerOptions
 
 from conftest import write_gguf
 
@@ -422,7 +424,7 @@ SLOW = textwrap.dedent("""
     for name in ("copy_file_range", "pread"):
         if hasattr(os, name):
             setattr(os, name, slowly(getattr(os, name)))
-    from hwkv_llamacpp.cli import main
+    from hwkv_llamacpp.cli.main import main
     sys.exit(main(sys.argv[1:]))
 """)
 
@@ -465,7 +467,7 @@ def test_needs_no_memory_for_the_data(model, policy, tmp_path):
             os.ftruncate(target, os.lseek(target, n, os.SEEK_CUR))
             return n
         os.copy_file_range = leave_hole
-        from hwkv_llamacpp.cli import main
+        from hwkv_llamacpp.cli.main import main
         code = main(sys.argv[1:])
         print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")))
         sys.exit(code)

@@ -3,7 +3,7 @@
 import pytest
 
 from hwkv_llamacpp import HwkvError, ModelGeometry, Policy
-from hwkv_llamacpp.footprint import CACHE_TYPES, predict, row_bytes
+from hwkv_llamacpp.policy.footprint import CACHE_TYPES, predict, row_bytes
 
 MIB = 2**20
 
@@ -147,7 +147,7 @@ def test_block_size_must_divide_the_rows(metadata_gguf):
 
 @pytest.fixture(scope="module")
 def native():
-    from hwkv_llamacpp import native
+    from hwkv_llamacpp.runtime import native
 
     try:
         native.library()

@@ -10,8 +10,8 @@ import pytest
 from gguf import GGUFReader, GGUFValueType
 
 from hwkv_llamacpp import HwkvError, ModelGeometry
-from hwkv_llamacpp.geometry import ARCHITECTURES
-from hwkv_llamacpp.gguf_file import GGUFFile
+from hwkv_llamacpp.gguf.geometry import ARCHITECTURES
+from hwkv_llamacpp.gguf.file import GGUFFile
 
 from conftest import write_gguf
 
@@ -200,7 +200,7 @@ def test_table_has_every_architecture_of_the_source():
 
 def test_every_architecture_agrees_with_the_runtime(random_models):
     """Kinds, heads, head sizes and refusals of all models that llama.cpp's own fixture can make."""
-    from hwkv_llamacpp import native
+    from hwkv_llamacpp.runtime import native
 
     try:
         llama_cpp = native.load()

@@ -5,9 +5,9 @@ import collections
 import pytest
 
 from hwkv_llamacpp import HwkvError, ModelGeometry, Policy
-from hwkv_llamacpp.budget import Budget
-from hwkv_llamacpp.footprint import predict
-from hwkv_llamacpp.handmade import largest, random_windows, streaming, uniform
+from hwkv_llamacpp.policy.budget import Budget
+from hwkv_llamacpp.policy.footprint import predict
+from hwkv_llamacpp.baselines.handmade import largest, random_windows, streaming, uniform
 
 WINDOWS = [None, 64, 512, 256]
 
@@ -135,8 +135,8 @@ def test_budgets_that_are_none(arguments, message):
 
 
 def test_duo_keeps_those_full_that_lose_most(geometry):
-    from hwkv_llamacpp.budget import Budget
-    from hwkv_llamacpp.handmade import duo
+    from hwkv_llamacpp.policy.budget import Budget
+    from hwkv_llamacpp.baselines.handmade import duo
 
     losses = {layer.layer: [(layer.layer * 7 + head * 5) % 11 for head in range(layer.n_head_kv)] for layer in geometry.configurable}
     n_heads = sum(map(len, losses.values()))

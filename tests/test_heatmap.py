@@ -5,7 +5,7 @@ import struct
 import pytest
 
 from hwkv_llamacpp import HwkvError, ModelGeometry, Policy
-from hwkv_llamacpp.heatmap import FULL_COLOR, draw, plot, short
+from hwkv_llamacpp.plot.heatmap import FULL_COLOR, draw, plot, short
 
 
 def cells(figure):

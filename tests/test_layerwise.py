@@ -20,16 +20,17 @@ import pytest
 from minilang import needle_prompt
 from reference.random_models import write_llama, write_qwen35
 
-from hwkv_llamacpp import HwkvError, ModelGeometry, Policy, native
-from hwkv_llamacpp.replay import replay
+from hwkv_llamacpp import HwkvError, ModelGeometry, Policy
+from hwkv_llamacpp.runtime import native
+from hwkv_llamacpp.calibration.replay import replay
 
 try:
     native.library()
 except HwkvError as error:
     pytest.skip(str(error), allow_module_level=True)
 
-from hwkv_llamacpp.layerwise import END, START, Layerwise
-from hwkv_llamacpp.runtime import Model, RuntimeOptions
+from hwkv_llamacpp.calibration.layerwise import END, START, Layerwise
+from hwkv_llamacpp.runtime.context import Model, RuntimeOptions
 
 SINKS = [0, 4]  # numbers of first positions that every window sees
 TOLERANCE = 2e-6

@@ -9,20 +9,21 @@ import numpy as np
 import pytest
 from minilang import needle_prompt
 
-from hwkv_llamacpp import HwkvError, ModelGeometry, Policy, native
-from hwkv_llamacpp import trace as traces
-from hwkv_llamacpp.budget import Budget
-from hwkv_llamacpp.calibration_run import Settings
+from hwkv_llamacpp import HwkvError, ModelGeometry, Policy
+from hwkv_llamacpp.runtime import native
+from hwkv_llamacpp.calibration import trace as traces
+from hwkv_llamacpp.policy.budget import Budget
+from hwkv_llamacpp.calibration.run import Settings
 
 try:
     native.library()
 except HwkvError as error:
     pytest.skip(str(error), allow_module_level=True)
 
-from hwkv_llamacpp import leastkl, seqcalib
-from hwkv_llamacpp.calibration import calibrate
-from hwkv_llamacpp.runtime import Model, RuntimeOptions
-from hwkv_llamacpp.sensitivity import Sensitivity, measure
+from hwkv_llamacpp.calibration.methods import leastkl, seqcalib
+from hwkv_llamacpp.calibration.calibrate import calibrate
+from hwkv_llamacpp.runtime.context import Model, RuntimeOptions
+from hwkv_llamacpp.calibration.sensitivity import Sensitivity, measure
 
 MODEL = Path(__file__).parent / "data" / "mini-hybrid-f16.gguf"
 OPTIONS = RuntimeOptions(n_ubatch=256, n_gpu_layers=0, n_threads=1)

@@ -14,9 +14,12 @@ from answers import TOP, Answer, assert_same, difference
 from f32 import f32_copy
 from minilang import needle_prompt
 
-from hwkv_llamacpp import ModelGeometry, Policy, handmade, native, testmodels
-from hwkv_llamacpp.demo import diary
-from hwkv_llamacpp.embed import embed
+from hwkv_llamacpp import ModelGeometry, Policy
+from hwkv_llamacpp.baselines import handmade
+from hwkv_llamacpp.runtime import native
+from hwkv_llamacpp.gguf import testmodels
+from hwkv_llamacpp.cli.demo import diary
+from hwkv_llamacpp.gguf.embed import embed
 from hwkv_llamacpp.errors import HwkvError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -307,7 +310,7 @@ def test_wrong_arguments_are_told(policy, tmp_path):
 
 
 def test_allocated_bytes_are_the_predicted_ones(policy):
-    from hwkv_llamacpp.footprint import predict
+    from hwkv_llamacpp.policy.footprint import predict
 
     geometry = ModelGeometry.from_gguf(MINI_HYBRID)
     for flash_attn in (True, False):
@@ -344,13 +347,13 @@ def test_old_libraries_on_the_loader_path_are_not_taken(tmp_path):
     bin_dir = native.build_dir(upstream=True) / "bin"
     for path in bin_dir.glob("lib*"):
         shutil.copy(path, tmp_path / path.name, follow_symlinks=False)
-    done = run_python("from hwkv_llamacpp import native; native.load(); print(open('/proc/self/maps').read())", LD_LIBRARY_PATH=str(tmp_path))
+    done = run_python("from hwkv_llamacpp.runtime import native; native.load(); print(open('/proc/self/maps').read())", LD_LIBRARY_PATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert str(native.library().parent) in done.stdout and str(tmp_path) not in done.stdout
 
 
 def test_another_build_loaded_before_is_named():
     other = native.build_dir(upstream=True) / "bin"
-    done = run_python("import llama_cpp\nfrom hwkv_llamacpp import native\nnative.load()", LLAMA_CPP_LIB_PATH=str(other))
+    done = run_python("import llama_cpp\nfrom hwkv_llamacpp.runtime import native\nnative.load()", LLAMA_CPP_LIB_PATH=str(other))
     assert done.returncode == 1
     assert f"this process has {other}/lib" in done.stderr.splitlines()[-1]

@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hwkv_llamacpp import HwkvError, llama_log, native
-from hwkv_llamacpp.runtime import Model
+from hwkv_llamacpp import HwkvError
+from hwkv_llamacpp.runtime import llama_log, native
+from hwkv_llamacpp.runtime.context import Model
 
 llama_cpp = native.load()
 
@@ -104,7 +105,7 @@ def test_nothing_is_said_at_exit(mini_hybrid):
     """Objects that are freed when the interpreter ends still log."""
     program = f"""
 from hwkv_llamacpp import Llama
-from hwkv_llamacpp.runtime import Model
+from hwkv_llamacpp.runtime.context import Model
 llm = Llama({str(mini_hybrid)!r}, n_ctx=256, verbose=False)
 context = Model({str(mini_hybrid)!r}).context(None, 256)
 """

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hwkv_llamacpp import HwkvError, native
+from hwkv_llamacpp import HwkvError
+from hwkv_llamacpp.runtime import native
 
 # one of each kind of memory that the grouped cache stands in for, and of each way to make K and V
 WALKED = ["llama-dense", "llama4-moe", "qwen3-dense", "gemma3-dense", "qwen35-dense", "falcon-h1-dense", "lfm2moe-moe"]
@@ -101,7 +102,7 @@ def test_sanitizers_find_nothing_under_python(sanitized):
 @pytest.mark.parametrize("policy", ["off", "windows"])
 def test_upstream_state_tests(random_models, name, policy, tmp_path):
     from hwkv_llamacpp import ModelGeometry
-    from hwkv_llamacpp.handmade import uniform
+    from hwkv_llamacpp.baselines.handmade import uniform
 
     path = model(random_models, name)
     value = "off"

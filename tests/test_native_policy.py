@@ -11,8 +11,11 @@ import pytest
 from conftest import write_gguf
 from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
-from hwkv_llamacpp import HwkvError, ModelGeometry, Policy, dry_run, handmade, native
-from hwkv_llamacpp.embed import embed
+from hwkv_llamacpp import HwkvError, ModelGeometry, Policy
+from hwkv_llamacpp.plan import dry_run
+from hwkv_llamacpp.baselines import handmade
+from hwkv_llamacpp.runtime import native
+from hwkv_llamacpp.gguf.embed import embed
 
 
 @pytest.fixture(scope="module")

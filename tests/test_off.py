@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from hwkv_llamacpp import HwkvError, Policy, native
-from hwkv_llamacpp.geometry import ModelGeometry
+from hwkv_llamacpp import HwkvError, Policy
+from hwkv_llamacpp.runtime import native
+from hwkv_llamacpp.gguf.geometry import ModelGeometry
 
 # run in a process of its own for each build: prefill, then decode token by token; the hash of all logits
 LOGITS = """

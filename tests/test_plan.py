@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 from minilang import needle_prompt
 
-from hwkv_llamacpp import HwkvError, ModelGeometry, Policy, dry_run, handmade, native
-from hwkv_llamacpp.planner import Header, Planner, excess, largest_context
-from hwkv_llamacpp.server import LlamaServer, ServerOptions
+from hwkv_llamacpp import HwkvError, ModelGeometry, Policy
+from hwkv_llamacpp.plan import dry_run
+from hwkv_llamacpp.baselines import handmade
+from hwkv_llamacpp.runtime import native
+from hwkv_llamacpp.plan.planner import Header, Planner, excess, largest_context
+from hwkv_llamacpp.runtime.server import LlamaServer, ServerOptions
 
 ROOT = Path(__file__).parent.parent
 GIB = 2**30
@@ -86,7 +89,7 @@ def test_the_dry_run_agrees_with_the_formulas(built, qwen):
 
 
 def test_a_file_that_ends_with_its_header_is_planned_like_the_whole(built, mini_hybrid, tmp_path):
-    from hwkv_llamacpp.gguf_file import GGUFFile
+    from hwkv_llamacpp.gguf.file import GGUFFile
 
     with GGUFFile(mini_hybrid) as file:
         header = tmp_path / "header.gguf"

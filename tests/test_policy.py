@@ -6,7 +6,7 @@ import random
 import pytest
 
 from hwkv_llamacpp import HwkvError, ModelGeometry, Policy
-from hwkv_llamacpp.handmade import format_row, matrix, parse_row, pattern, uniform
+from hwkv_llamacpp.baselines.handmade import format_row, matrix, parse_row, pattern, uniform
 
 CANONICAL = """\
 {

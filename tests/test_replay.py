@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hwkv_llamacpp import HwkvError
-from hwkv_llamacpp.replay import replay
+from hwkv_llamacpp.calibration.replay import replay
 
 TOLERANCE = 1e-5  # of an output's error, relative to the output's norm; float32 outputs and weights
 

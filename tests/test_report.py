@@ -6,8 +6,10 @@ import re
 
 import pytest
 
-from hwkv_llamacpp import HwkvError, comparison, records, report
-from hwkv_llamacpp.records import Row
+from hwkv_llamacpp import HwkvError
+from hwkv_llamacpp.report import comparison, page as report
+from hwkv_llamacpp.measure import records
+from hwkv_llamacpp.measure.records import Row
 
 MIB = 2**20
 MACHINE = {"system": "Linux x86_64", "cpu": "a CPU", "n_cpus": 2, "memory_bytes": 16 * 2**30}

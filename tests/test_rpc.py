@@ -11,8 +11,10 @@ import pytest
 from answers import ask, difference
 from minilang import needle_prompt
 
-from hwkv_llamacpp import ModelGeometry, handmade, native
-from hwkv_llamacpp.server import LlamaServer, ServerOptions, free_port
+from hwkv_llamacpp import ModelGeometry
+from hwkv_llamacpp.baselines import handmade
+from hwkv_llamacpp.runtime import native
+from hwkv_llamacpp.runtime.server import LlamaServer, ServerOptions, free_port
 
 BUILD = native.ROOT / "build" / "hwkv" / "cpu-rpc"
 

@@ -3,7 +3,7 @@
 import os
 from types import SimpleNamespace
 
-from hwkv_llamacpp import sampler
+from hwkv_llamacpp.measure import sampler
 
 PID = os.getpid()
 

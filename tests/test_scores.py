@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from hwkv_llamacpp import HwkvError
-from hwkv_llamacpp.replay import replay
-from hwkv_llamacpp.scores import LayerScores, shortest_window, stabilised_cosine
+from hwkv_llamacpp.calibration.replay import replay
+from hwkv_llamacpp.calibration.scores import LayerScores, shortest_window, stabilised_cosine
 
 WINDOWS = (4, 16, 64)
 

@@ -3,10 +3,10 @@
 import pytest
 
 from hwkv_llamacpp import HwkvError, ModelGeometry
-from hwkv_llamacpp.footprint import predict
-from hwkv_llamacpp.handmade import uniform
-from hwkv_llamacpp.selection import by_bytes, by_retention, by_tau
-from hwkv_llamacpp.calibration_run import Record
+from hwkv_llamacpp.policy.footprint import predict
+from hwkv_llamacpp.baselines.handmade import uniform
+from hwkv_llamacpp.calibration.selection import by_bytes, by_retention, by_tau
+from hwkv_llamacpp.calibration.run import Record
 
 
 @pytest.fixture

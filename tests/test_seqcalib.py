@@ -19,20 +19,22 @@ from minilang import needle_prompt
 from reference import calibration as independent
 from reference.random_models import write_llama
 
-from hwkv_llamacpp import HwkvError, ModelGeometry, Policy, native, testmodels
-from hwkv_llamacpp import trace as traces
-from hwkv_llamacpp.gguf_file import GGUFFile
-from hwkv_llamacpp.scores import LayerScores
-from hwkv_llamacpp.calibration_run import Settings
-from hwkv_llamacpp.seqcalib import _Run, calibrate
+from hwkv_llamacpp import HwkvError, ModelGeometry, Policy
+from hwkv_llamacpp.runtime import native
+from hwkv_llamacpp.gguf import testmodels
+from hwkv_llamacpp.calibration import trace as traces
+from hwkv_llamacpp.gguf.file import GGUFFile
+from hwkv_llamacpp.calibration.scores import LayerScores
+from hwkv_llamacpp.calibration.run import Settings
+from hwkv_llamacpp.calibration.methods.seqcalib import _Run, calibrate
 
 try:
     native.library()
 except HwkvError as error:
     pytest.skip(str(error), allow_module_level=True)
 
-from hwkv_llamacpp.layerwise import Layerwise
-from hwkv_llamacpp.runtime import Model, RuntimeOptions
+from hwkv_llamacpp.calibration.layerwise import Layerwise
+from hwkv_llamacpp.runtime.context import Model, RuntimeOptions
 
 
 def options(**changes):
@@ -213,7 +215,7 @@ def command(text):
 
 
 def start(words):
-    return subprocess.Popen([sys.executable, "-m", "hwkv_llamacpp.cli", *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([sys.executable, "-m", "hwkv_llamacpp", *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.fixture(scope="module")
@@ -277,7 +279,7 @@ def test_provenance_has_the_windows_that_were_tried(hwkv, mini_hybrid, tmp_path)
 
 
 def test_the_policy_passes_the_check_and_serves(undisturbed, hwkv, mini_hybrid):
-    from hwkv_llamacpp.server import LlamaServer, ServerOptions
+    from hwkv_llamacpp.runtime.server import LlamaServer, ServerOptions
 
     code, _, err = hwkv("policy", "check", mini_hybrid, undisturbed)
     assert (code, err) == (0, "")

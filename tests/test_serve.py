@@ -9,10 +9,11 @@ import time
 import pytest
 import requests
 
-from hwkv_llamacpp import HwkvError, ModelGeometry, Policy, native
-from hwkv_llamacpp.embed import embed
-from hwkv_llamacpp.serve import describe
-from hwkv_llamacpp.server import free_port
+from hwkv_llamacpp import HwkvError, ModelGeometry, Policy
+from hwkv_llamacpp.runtime import native
+from hwkv_llamacpp.gguf.embed import embed
+from hwkv_llamacpp.cli.serve import describe
+from hwkv_llamacpp.runtime.server import free_port
 
 POLICY = Policy({3: (None, 64, 64, 64)})
 

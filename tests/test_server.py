@@ -15,11 +15,14 @@ from answers import ask, assert_same, difference, from_reply, is_same
 from f32 import f32_copy
 from minilang import needle_prompt
 
-from hwkv_llamacpp import ModelGeometry, handmade, native, testmodels
-from hwkv_llamacpp.demo import diary
-from hwkv_llamacpp.embed import embed
+from hwkv_llamacpp import ModelGeometry
+from hwkv_llamacpp.baselines import handmade
+from hwkv_llamacpp.runtime import native
+from hwkv_llamacpp.gguf import testmodels
+from hwkv_llamacpp.cli.demo import diary
+from hwkv_llamacpp.gguf.embed import embed
 from hwkv_llamacpp.errors import HwkvError
-from hwkv_llamacpp.server import LlamaServer, ServerOptions
+from hwkv_llamacpp.runtime.server import LlamaServer, ServerOptions
 
 MINI_HYBRID = Path(__file__).parent / "data" / "mini-hybrid-f16.gguf"
 N_UBATCH = 128
@@ -351,7 +354,7 @@ def test_router_gives_each_model_its_policy(tmp_path):
     policy = tmp_path / "policy.json"
     geometry = ModelGeometry.from_gguf(MINI_HYBRID)
     handmade.uniform(geometry, 64).save(policy)
-    from hwkv_llamacpp.embed import embed
+    from hwkv_llamacpp.gguf.embed import embed
 
     model = tmp_path / "embedded.gguf"
     embed(MINI_HYBRID, handmade.uniform(geometry, 128), model)
@@ -375,7 +378,7 @@ def test_router_gives_each_model_its_policy(tmp_path):
 
 
 def test_props_report_what_is_allocated(options, case):
-    from hwkv_llamacpp.footprint import predict
+    from hwkv_llamacpp.policy.footprint import predict
 
     with LlamaServer(options) as server:
         hwkv = server.props()["hwkv"]

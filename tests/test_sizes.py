@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from hwkv_llamacpp import sizes
+from hwkv_llamacpp.base import sizes
 
 GIB = 2**30
 

@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 from minilang import needle_prompt
 
-from hwkv_llamacpp import HwkvError, native, trace
+from hwkv_llamacpp import HwkvError
+from hwkv_llamacpp.runtime import native
+from hwkv_llamacpp.calibration import trace
 
 try:
     native.library()
 except HwkvError as error:
     pytest.skip(str(error), allow_module_level=True)
 
-from hwkv_llamacpp.runtime import Model, RuntimeOptions
+from hwkv_llamacpp.runtime.context import Model, RuntimeOptions
 
 
 @pytest.fixture(scope="module")

@@ -15,13 +15,16 @@ import pytest
 from answers import ask, difference, limit
 from minilang import needle_prompt
 
-from hwkv_llamacpp import ModelGeometry, dry_run, handmade, native
-from hwkv_llamacpp.server import LlamaServer, ServerOptions
+from hwkv_llamacpp import ModelGeometry
+from hwkv_llamacpp.plan import dry_run
+from hwkv_llamacpp.baselines import handmade
+from hwkv_llamacpp.runtime import native
+from hwkv_llamacpp.runtime.server import LlamaServer, ServerOptions
 
 BUILD = native.ROOT / "build" / "hwkv" / "vulkan"
 TESTS = Path(__file__).parent
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
-HWKV = (sys.executable, "-m", "hwkv_llamacpp.cli")
+HWKV = (sys.executable, "-m", "hwkv_llamacpp")
 
 pytestmark = pytest.mark.timeout(3600)  # a device in software compiles its shaders for minutes
 

@@ -1,0 +1,1 @@
+"""Policies made by hand, and baselines that calibrated ones are compared with."""

@@ -1,0 +1,220 @@
+"""What the methods of calibration share: what is asked for, the folder that keeps a run, and the records that come out."""
+
+import importlib.metadata
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from .. import __version__
+from ..base.atomic import replacing
+from ..policy.budget import Budget
+from .distortion import Distortion, DistortionMeter
+from ..errors import HwkvError
+from ..policy.policy import Policy
+from .trace import sample_positions
+
+TAUS = (0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
+# Squared error of the replayed attention output against the runtime's, relative to the output's energy. The runtime sums V in half
+# precision on some backends, and rounds Q to 8 bits for quantised K.
+TOLERANCE = {True: 2e-3, False: 2e-2}  # K and V as F32, F16 or BF16: True
+ELSEWHERE = "remove the folder or name another one with --run"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a calibration is asked for. windows None: powers of two from 256 to half of the trace, less n_sink."""
+
+    taus: tuple[float, ...] = TAUS   # of SeqCalib
+    sinks: tuple[int, ...] = (0,)    # numbers of first positions that every window sees; each is calibrated by itself
+    windows: tuple[int, ...] | None = None
+    n_queries: int = 128             # of each trace sequence
+    seed: int = 0
+    budgets: tuple[Budget, ...] = ()  # of LeastKL
+    probe_tokens: int | None = None  # of each trace sequence, to measure sensitivities on; None: all
+
+    def __post_init__(self):
+        for tau in self.taus:
+            if not 0 < tau <= 1:
+                raise HwkvError(f"tau is {tau}, a number above 0 and up to 1 expected")
+        if not self.taus:
+            raise HwkvError("no tau is given, at least one expected")
+        if not self.sinks or min(self.sinks) < 0:
+            raise HwkvError(f"n_sink is {min(self.sinks, default='not given')}, 0 or more expected")
+        if self.n_queries < 1:
+            raise HwkvError(f"n_queries is {self.n_queries}, at least 1 expected")
+
+    def candidates(self, n_tokens, n_sink=0):
+        """The candidate windows for traces of n_tokens, ascending. Powers of two are less n_sink, so that window and sinks fill whole cell blocks."""
+        if self.windows is None:
+            windows = [2**i - n_sink for i in range(8, 31) if n_sink < 2**i <= n_tokens // 2]
+            if not windows:
+                raise HwkvError(f"the trace has {n_tokens} tokens, too few for the default windows: at least"
+                                f" {max(512, 2 ** (n_sink.bit_length() + 1))} expected, or other --windows")
+            return windows
+        for w in self.windows:
+            if not 1 <= w <= n_tokens // 2:
+                raise HwkvError(f"window {w} cannot be judged on a trace of {n_tokens} tokens: 1 to {n_tokens // 2} expected")
+        return sorted(set(self.windows))
+
+
+@dataclass(frozen=True)
+class Record:
+    """One policy that a calibration found: for a threshold tau, or, where that is None, for a budget.
+
+    budget: Budget.describe(). retention: {n_tokens: share of KV cells kept}. mean_score: SeqCalib's, over the KV heads, of the window that
+    each got (full: 1). distortion: of the policy on the held-out text, see distortion.Distortion. seconds: what finding it took, work that
+    is shared with other records included.
+    """
+
+    tau: float | None
+    n_sink: int
+    policy: Policy
+    retention: dict[int, float]
+    mean_score: float | None
+    distortion: dict
+    seconds: float
+    budget: dict | None = None
+
+    @property
+    def setting(self):
+        """What was asked for, in few words."""
+        if self.tau is not None:
+            return f"tau {self.tau:g}"
+        if "retention" in self.budget:
+            return f"keep {self.budget['retention']:g}"
+        return f"{self.budget['budget_bytes'] / 2**20:,.0f} MiB"
+
+    @property
+    def file_stem(self):
+        return f"sink{self.n_sink}-{self.setting.replace(' ', '').replace(',', '')}"
+
+    def to_json(self):
+        data = {**asdict(self), "policy": json.loads(self.policy.to_json())}
+        return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_data(cls, data):
+        Distortion(**data["distortion"])
+        return cls(**{**data, "policy": Policy.from_json(json.dumps(data["policy"])), "retention": {int(n): x for n, x in data["retention"].items()}})
+
+
+def check_model(geometry):
+    """HwkvError if no layer of the model can be calibrated."""
+    if geometry.refusal:
+        raise HwkvError(f"no policy fits a model of architecture {geometry.architecture}: {geometry.refusal}")
+    if not geometry.configurable:
+        raise HwkvError("the model has no layer that takes windows: there is nothing to calibrate")
+
+
+class CalibrationRun:
+    """A calibration at work, and its folder. Close it, or use it in a with statement.
+
+    method: its name. windows: {n_sink: candidates, ascending}. HwkvError if the folder holds another calibration.
+    """
+
+    def __init__(self, method, model, geometry, trace, folder, settings, model_sha256=None, more=None):
+        check_model(geometry)
+        self.model, self.geometry, self.trace, self.folder, self.settings = model, geometry, trace, Path(folder), settings
+        self.layers = geometry.configurable
+        self.n_tokens = len(trace.sequences[0])
+        self.windows = {n_sink: settings.candidates(self.n_tokens, n_sink) for n_sink in settings.sinks}
+        self.samples = sample_positions(trace.sequences, settings.n_queries, settings.seed)
+        self.tolerance = TOLERANCE[{model.options.type_k, model.options.type_v} <= {"f32", "f16", "bf16"}]
+        self.meter = None
+        self.measured = {}  # fingerprint of a policy -> Distortion: thresholds often choose alike
+        self.identity = {
+            "method": method, "n_ctx": self.n_tokens, "windows": settings.candidates(self.n_tokens), "n_queries": settings.n_queries, "seed": settings.seed,
+            **(more or {}), "trace": trace.source, "trace_sha256": trace.sha256, "held_out_sha256": trace.held_out_sha256,
+            "model_fingerprint": geometry.fingerprint, **({"model_sha256": model_sha256} if model_sha256 else {}),
+            "type_k": model.options.type_k, "type_v": model.options.type_v, "n_ubatch": model.options.n_ubatch,
+            "hwkv": __version__, "llama_cpp_python": importlib.metadata.version("llama-cpp-python"), "numpy": np.__version__,
+        }
+        self._open_folder()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def close(self):
+        self.release()
+        if self.meter:
+            self.meter.close()
+
+    def release(self):
+        """Frees the contexts that hold traces; measuring needs the room."""
+
+    def _open_folder(self):
+        path = self.folder / "run.json"
+        text = json.dumps(self.identity, indent=1, ensure_ascii=False) + "\n"
+        try:
+            (self.folder / "layers").mkdir(parents=True, exist_ok=True)
+            (self.folder / "records").mkdir(exist_ok=True)
+        except OSError as error:
+            raise HwkvError(f"{self.folder}: cannot write: {error.strerror}") from None
+        if not path.exists():
+            return write(path, text)
+        held = read(path, dict, ELSEWHERE)
+        for key in {**held, **self.identity}:
+            if held.get(key) != self.identity.get(key):
+                raise HwkvError(f"{self.folder}: holds another calibration: its {key} is {held.get(key)}, now it is {self.identity.get(key)};"
+                                f" {ELSEWHERE}")
+
+    def record(self, rows, n_sink, lengths, cost, *, tau=None, budget=None):
+        """The Record of a policy with these rows; measured now, or read where it was measured before.
+
+        cost: a call that returns (mean score or None, seconds).
+        """
+        setting = {"tau": tau} if budget is None else {"budget": budget.describe()}
+        policy = Policy({layer.layer: row for layer, row in zip(self.layers, rows)}, n_sink, model=self.geometry.describe(),
+                        provenance={**self.identity, "windows": self.windows[n_sink], **setting})
+        retention = {n: round(policy.retention(n, self.geometry), 6) for n in lengths}
+        path = self.folder / "records" / (f"sink{n_sink}-tau{tau}.json" if budget is None else f"sink{n_sink}-{budget.name}.json")
+        if path.exists():
+            held = read(path, Record.from_data)
+            if held.policy == policy and held.retention == retention:
+                return held
+        score, seconds = cost()
+        if self.meter is None:
+            self.release()
+            self.meter = DistortionMeter(self.model, self.trace.held_out)
+        key = policy.fingerprint(self.geometry.n_layer)
+        if key not in self.measured:
+            self.measured[key] = self.meter.measure(policy)
+        record = Record(tau, n_sink, policy, retention, score, self.measured[key].to_dict(), round(seconds, 3), setting.get("budget"))
+        write(path, record.to_json())
+        return record
+
+
+def check_replay(layer, expected, actual, tolerance):
+    """HwkvError if the attention output that was replayed is not the runtime's. Arrays of one shape."""
+    error = float(((actual - expected)**2).sum(dtype=np.float64) / (expected**2).sum(dtype=np.float64))
+    if not error <= tolerance:
+        raise HwkvError(f"layer {layer.layer}: the replayed attention output is not the runtime's: relative squared error {error:.2g},"
+                        f" at most {tolerance:g} expected; the captured Q, K and V are not what the layer attends")
+
+
+def chosen(outputs, row, windows):
+    """Attention output under a row of windows, all traces in one array [n_query, n_head, head_dim_v]. outputs: of Layerwise.replay()."""
+    index = [len(windows) if w is None else windows.index(w) for w in row]
+    return np.concatenate([np.concatenate([out[i] for out in traces]) for i, traces in zip(index, outputs)], axis=1)
+
+
+def write(path, text):
+    with replacing(path, overwrite=True) as file:
+        file.write(text.encode())
+
+
+def read(path, parse, advice="remove it, and it is made again"):
+    """parse() of the JSON in a file of the run folder."""
+    def constant(name):
+        raise ValueError(f"{name} is not a JSON value")
+
+    try:
+        return parse(json.loads(path.read_text(encoding="utf-8"), parse_constant=constant))
+    except (HwkvError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"key {error} is missing" if isinstance(error, KeyError) else error
+        raise HwkvError(f"{path}: not a file of this calibration: {reason}; {advice}") from None

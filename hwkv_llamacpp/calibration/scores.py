@@ -1,0 +1,96 @@
+"""Scores: how near a KV head's output under a window stays to its output with full history. Higher keeps more; full is 1.
+
+The mean over the query heads of a GQA group, which share their KV head's window, is taken here and only here.
+"""
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from ..errors import HwkvError
+
+EPS = 1e-6
+STATISTICS = {"mean": lambda x: x.mean(0), "p1": lambda x: np.percentile(x, 1, axis=0), "p5": lambda x: np.percentile(x, 5, axis=0)}
+
+
+def stabilised_cosine(out, eps=EPS):
+    """(<o_w, o_full> + eps) / (|o_w| |o_full| + eps), in float64: the score of SeqCalib (HeadWiseKV, arXiv 2609.02029).
+
+    out: [n_window + 1, n_query, n_gqa, head_dim_v], as replay() returns it. Returns [n_query, n_gqa, n_window].
+    Outputs that are equal score exactly 1, also where both are zero.
+    """
+    windowed, full = np.asarray(out[:-1], np.float64), np.asarray(out[-1], np.float64)
+    dot = (windowed * full).sum(-1)
+    # sqrt(x * x) is x, which sqrt(x) * sqrt(x) is not: a threshold of 1 must take equal outputs
+    norms = np.sqrt((windowed * windowed).sum(-1) * (full * full).sum(-1))
+    return np.moveaxis((dot + eps) / (norms + eps), 0, -1)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerScores:
+    """Scores of one configurable layer, reduced over queries but not over heads; two are equal if they read alike as JSON.
+
+    windows: the candidates in tokens, ascending. n_sink: first positions that every window sees.
+    mean, p1, p5: [n_head_kv, n_window]: the mean over the query heads of the GQA group for each query, and then mean,
+    1st and 5th percentile over the queries (linear between ranks).
+    head_mean, head_p1, head_p5: [n_head, n_window]: the same of every query head by itself.
+    """
+
+    layer: int
+    windows: tuple[int, ...]
+    n_sink: int
+    mean: np.ndarray
+    p1: np.ndarray
+    p5: np.ndarray
+    head_mean: np.ndarray
+    head_p1: np.ndarray
+    head_p5: np.ndarray
+
+    @classmethod
+    def from_cosines(cls, layer, windows, n_sink, cosines):
+        """cosines: one [n_query, n_gqa, n_window] per KV head, as stabilised_cosine() returns it. HwkvError if shapes differ."""
+        windows = tuple(int(w) for w in windows)
+        shapes = {c.shape for c in cosines}
+        if len(shapes) != 1 or not (len(shape := shapes.pop()) == 3 and min(shape[:2]) > 0 and shape[2] == len(windows)):
+            raise HwkvError(f"scores of layer {layer} have shapes {[c.shape for c in cosines]}; the same [n_query, n_gqa,"
+                            f" {len(windows)}] for every KV head expected")
+        grouped = np.stack([c.mean(1) for c in cosines], 1)
+        single = np.concatenate(cosines, 1)
+        return cls(layer, windows, n_sink, **{name: statistic(grouped) for name, statistic in STATISTICS.items()},
+                   **{f"head_{name}": statistic(single) for name, statistic in STATISTICS.items()})
+
+    def to_dict(self):
+        """For JSON. Scores have 7 significant digits, so that noise of the last bits does not change the text."""
+        return {"layer": self.layer, "windows": list(self.windows), "n_sink": self.n_sink,
+                **{name: [[float(f"{x:.7g}") for x in row] for row in getattr(self, name)] for name in _ARRAYS}}
+
+    @classmethod
+    def from_dict(cls, data):
+        """HwkvError if a key is missing or unknown, or an array has another shape than its neighbours."""
+        known = [f.name for f in fields(cls)]
+        if sorted(data) != sorted(known):
+            raise HwkvError(f"scores have the keys {', '.join(sorted(data))}; {', '.join(sorted(known))} expected")
+        where = f"scores of layer {data['layer']}"
+        try:
+            arrays = {name: np.array(data[name], np.float64) for name in _ARRAYS}
+        except (TypeError, ValueError):
+            raise HwkvError(f"{where}: tables of numbers expected") from None
+        for name, array in arrays.items():
+            like = arrays["head_mean" if name.startswith("head_") else "mean"]
+            if array.ndim != 2 or array.shape != (len(like), len(data["windows"])):
+                raise HwkvError(f"{where}: key '{name}' has the shape {array.shape}, ({len(like)}, {len(data['windows'])}) expected")
+        return cls(data["layer"], tuple(data["windows"]), data["n_sink"], **arrays)
+
+    def __eq__(self, other):
+        return isinstance(other, LayerScores) and self.to_dict() == other.to_dict()
+
+
+_ARRAYS = [f.name for f in fields(LayerScores) if f.type is np.ndarray]
+
+
+def shortest_window(row_scores, windows, tau):
+    """The shortest window whose score is at least tau, or None, which is full. Scores need not grow with the window."""
+    for score, window in zip(row_scores, windows, strict=True):
+        if score >= tau:
+            return window
+    return None

@@ -1,0 +1,1 @@
+"""The hwkv command: parse, call, print."""

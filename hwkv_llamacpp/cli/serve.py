@@ -1,0 +1,68 @@
+"""`hwkv serve`: says what the policy does, then becomes the real llama-server."""
+
+import os
+import sys
+
+from ..runtime import native
+from ..gguf.embed import chosen_policy
+from ..errors import HwkvError
+from ..gguf.geometry import ModelGeometry
+
+ENVIRONMENT = "LLAMA_ARG_HWKV_POLICY"
+
+
+def add_arguments(parser):
+    parser.description = ("Runs llama-server of the native build on a model. Everything after -- goes to llama-server as it is; "
+                          "stop it with Ctrl-C. It gets one slot (-np 1), where llama-server alone would make four, unless -np or "
+                          "--parallel stands after -- or LLAMA_ARG_N_PARALLEL is set: every slot keeps windows of its own.")
+    parser.epilog = "example:\n  hwkv serve model-hwkv.gguf -- -c 32768 -ngl 99 --port 8080"
+    parser.add_argument("model", metavar="MODEL", help="GGUF file")
+    parser.add_argument("--policy", metavar="P", help='policy JSON, a GGUF with an embedded policy, "embedded" or "off" '
+                                                      f"(default: ${ENVIRONMENT}, else the policy in MODEL, if it has one)")
+    parser.usage = "hwkv serve MODEL [--policy P] [-- FLAGS OF llama-server]"
+
+    # argparse hands no words to a positional once an option came between: cut at the -- here
+    parse = parser.parse_known_args
+
+    def parse_before_dashes(words, namespace=None):
+        at = words.index("--") if "--" in words else len(words)
+        namespace, unknown = parse(words[:at], namespace)
+        if unknown:
+            parser.error(f"{' '.join(unknown)}: flags of llama-server go after --, as in hwkv serve MODEL -- -c 32768")
+        namespace.flags = words[at + 1:]
+        return namespace, unknown
+
+    parser.parse_known_args = parse_before_dashes
+
+
+def run(args):
+    """Does not return: the process becomes llama-server."""
+    given = {word.split("=")[0] for word in args.flags}
+    if "--hwkv-policy" in given:
+        raise HwkvError("give the policy as --policy, before the --")
+    if wrong := given & {"-m", "--model", "-mu", "--model-url", "-hf", "-hfr", "--hf-repo"}:
+        raise HwkvError(f"{min(wrong)}: give the model as MODEL, before the --")
+    program = native.binary("llama-server")
+    choice = policy_choice(args.policy)
+    line, slots = describe(args.model, choice), []
+    if not given & {"-np", "--parallel"} and "LLAMA_ARG_N_PARALLEL" not in os.environ:
+        slots = ["-np", "1"]
+        line += "; 1 slot (for more, give -np N after --)"
+    print(line, file=sys.stderr, flush=True)
+    os.execv(program, [str(program), "-m", args.model, "--hwkv-policy", choice or "embedded", *slots, *args.flags])
+
+
+def policy_choice(given):
+    """--policy, or else the environment's. HwkvError for a pipe, which only one of us and the program that follows could read."""
+    choice = given or os.environ.get(ENVIRONMENT)
+    if choice and choice not in ("embedded", "off") and os.path.exists(choice) and not os.path.isfile(choice):
+        raise HwkvError(f"{choice}: not a regular file: the policy is read twice, so a file expected")
+    return choice
+
+
+def describe(model, choice):
+    """One line on the policy that `choice` means for a model, as `chosen_policy` takes it."""
+    policy = chosen_policy(model, choice)
+    if policy is None:
+        return f"no policy{'' if choice else f' in {model}'}: full KV, as upstream"
+    return f"policy {policy.summary(ModelGeometry.from_gguf(model))}"

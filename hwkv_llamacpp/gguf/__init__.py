@@ -1,0 +1,1 @@
+"""What is in a model file: its metadata, its geometry, the policy that it carries."""

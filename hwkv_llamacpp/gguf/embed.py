@@ -1,0 +1,287 @@
+"""Policy <-> hwkv.* keys of a GGUF file.
+
+Embedding writes a new file. All that the source holds is copied as bytes: its other keys
+with their types and order, the tensor infos, and the tensor data. Only the counts at the
+start and the padding before the data can differ. The file is never held in memory.
+"""
+
+import errno
+import os
+import struct
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from gguf.constants import GGUFValueType
+from tqdm import tqdm
+
+from ..base.atomic import check_target, replacing
+from ..errors import HwkvError
+from .geometry import ModelGeometry
+from .file import MAGIC, SHARD_NAME, GGUFFile, open_first_shard, shard_name
+from ..policy.policy import Policy, parse_json, to_line
+
+# The same names stand in native/src/llama-hwkv-policy.cpp; a test compares them.
+PREFIX = "hwkv."
+KEY_VERSION = "hwkv.version"          # u32
+KEY_N_SINK = "hwkv.n_sink"            # u32
+KEY_LAYERS = "hwkv.layers"            # i32[]
+KEY_HEAD_COUNTS = "hwkv.head_counts"  # i32[], windows per listed layer
+KEY_WINDOWS = "hwkv.windows"          # i32[], rows of the listed layers one after another, -1 is full
+KEY_SUMMARY = "hwkv.summary"          # string, for people
+KEY_MODEL = "hwkv.model"              # string, JSON; optional
+KEY_PROVENANCE = "hwkv.provenance"    # string, JSON; optional
+
+VERSION = 1
+FULL_WINDOW = -1
+CHUNK_BYTES = 64 * 2**20
+PROGRESS_BYTES = 512 * 2**20  # files below are copied too fast for a progress bar
+
+
+def embed(model_path, policy, out_path, *, force=False, link_shards=False, progress=False):
+    """Writes a copy of a model with the policy embedded. Returns the paths written.
+
+    A policy that the source has embedded already is replaced. Of a split model any shard
+    may be given; the keys go into the first, the others are copied (or hard-linked, with
+    link_shards), and out_path gives the prefix of all names.
+    HwkvError if the policy does not fit, an output exists (without force) or is an input,
+    or anything cannot be read or written; the output is then as it was before.
+    """
+    geometry = ModelGeometry.from_gguf(model_path)
+    policy.check(geometry)
+    first, sources = open_first_shard(model_path)
+    with first, ExitStack() as stack:
+        targets = _target_paths(Path(out_path), len(sources))
+        for target in targets:
+            for source in sources:
+                _refuse_same(source, target)
+            check_target(target, force)
+        others = [stack.enter_context(GGUFFile(path)) for path in sources[1:]]
+        for no, shard in enumerate(others, 1):
+            if shard.get("split.no") != no or shard.get("split.count") != len(sources):
+                raise HwkvError(f"{shard.path}: is not shard {no + 1} of {len(sources)}")
+        for shard in (first, *others):
+            if shard.tensors and not shard.has_data:
+                raise HwkvError(f"{shard.path}: truncated: it lists {len(shard.tensors)} tensors, but ends with its header"
+                                f" at {shard.size:,} bytes")
+
+        total = sum(shard.size for shard in (first, *others))
+        bar = stack.enter_context(tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc=targets[0].name,
+                                       disable=None if progress and total > PROGRESS_BYTES else True, leave=False))
+        new = [target for target in targets if not target.exists()] if others else []  # a single file is there whole or not at all
+        try:
+            with ExitStack() as complete:  # every shard is written before one takes its name
+                out = complete.enter_context(replacing(targets[0], force))
+                _write_with_policy(first, _encode(policy, geometry), out, bar)
+                _check_written(out, first, policy)
+                for shard, target in zip(others, targets[1:]):
+                    file = complete.enter_context(replacing(target, force, link_to=shard.path if link_shards else None))
+                    if file is not None:
+                        _copy_bytes(shard, 0, shard.size, file, bar)
+        except BaseException:
+            for target in new:  # interrupted between two renames
+                with suppress(OSError):
+                    target.unlink()
+            raise
+    return targets
+
+
+def read_policy(path):
+    """The policy embedded in a GGUF file (or split model), or None. HwkvError if its keys are damaged."""
+    file, _ = open_first_shard(path)
+    with file:
+        return _decode(file)
+
+
+def chosen_policy(model, choice=None):
+    """The Policy that a model is to be served with, checked, or None for full KV.
+
+    choice: a policy file, "embedded" for the model's own, "off", or None for the model's own if it has one.
+    HwkvError if the policy cannot be read, is not there, or does not fit the model.
+    """
+    geometry = ModelGeometry.from_gguf(model)
+    if choice == "off":
+        return None
+    own = choice in (None, "embedded")
+    policy = read_policy(model) if own else Policy.load(choice)
+    if policy is not None:
+        policy.check(geometry, model if own else choice)
+    elif choice:
+        raise HwkvError(f"{model}: has no embedded policy")
+    return policy
+
+
+def has_policy(file):
+    """True if an open GGUFFile has hwkv.* keys."""
+    return KEY_VERSION in file.fields or KEY_WINDOWS in file.fields
+
+
+# hwkv.* keys
+
+def _encode(policy, geometry):
+    """The keys of a policy, as (key, bytes) in the order they are written."""
+    rows = policy.layers.values()
+    windows = [FULL_WINDOW if w is None else w for row in rows for w in row]
+    keys = [
+        _scalar(KEY_VERSION, VERSION),
+        _scalar(KEY_N_SINK, policy.n_sink),
+        _array(KEY_LAYERS, list(policy.layers)),
+        _array(KEY_HEAD_COUNTS, [len(row) for row in rows]),
+        _array(KEY_WINDOWS, windows),
+        _text(KEY_SUMMARY, policy.summary(geometry)),
+    ]
+    if policy.model is not None:
+        keys.append(_text(KEY_MODEL, to_line(policy.model)))
+    if policy.provenance is not None:
+        keys.append(_text(KEY_PROVENANCE, to_line(policy.provenance)))
+    return keys
+
+
+def _decode(file):
+    if not has_policy(file):
+        return None
+    version = _read(file, KEY_VERSION, int)
+    if version != VERSION:
+        raise HwkvError(f"{file.path}: key '{KEY_VERSION}' is {version}, {VERSION} expected")
+    layers, counts, windows = (_read(file, key, list) for key in (KEY_LAYERS, KEY_HEAD_COUNTS, KEY_WINDOWS))
+    if len(counts) != len(layers) or sum(counts) != len(windows):
+        raise HwkvError(f"{file.path}: key '{KEY_HEAD_COUNTS}' has {len(counts)} counts that sum to {sum(counts)},"
+                        f" {len(layers)} that sum to {len(windows)} expected")
+    if any(n < 1 for n in counts):
+        raise HwkvError(f"{file.path}: key '{KEY_HEAD_COUNTS}' holds {min(counts)}, at least 1 expected")
+    if len(set(layers)) != len(layers):
+        raise HwkvError(f"{file.path}: key '{KEY_LAYERS}' lists a layer twice")
+    n_sink = _read(file, KEY_N_SINK, int) if KEY_N_SINK in file.fields else 0
+    model, provenance = _read_json(file, KEY_MODEL), _read_json(file, KEY_PROVENANCE)
+    rows, pos = {}, 0
+    for il, n in zip(layers, counts):
+        # 0 is no window: Policy refuses it, as it refuses what lies below -1
+        rows[il] = tuple(None if w == FULL_WINDOW else w for w in windows[pos:pos + n])
+        pos += n
+    try:
+        return Policy(rows, n_sink, model, provenance)
+    except HwkvError as error:
+        raise HwkvError(f"{file.path}: embedded {error}") from None
+
+
+def _read(file, key, type_):
+    value = file.get(key)
+    items = value if isinstance(value, list) else [value]
+    if not isinstance(value, type_) or not all(type(x) is int for x in items):
+        raise HwkvError(f"{file.path}: key '{key}' is {'missing' if value is None else 'of another type'},"
+                        f" {'integers' if type_ is list else 'an integer'} expected")
+    return value
+
+
+def _read_json(file, key):
+    value = file.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise HwkvError(f"{file.path}: key '{key}' is of another type, a string expected")
+    return parse_json(value, f"{file.path}: key '{key}'")
+
+
+def _scalar(key, value):
+    return _key(key, GGUFValueType.UINT32) + struct.pack("<I", value)
+
+
+def _array(key, values):
+    return _key(key, GGUFValueType.ARRAY) + struct.pack(f"<IQ{len(values)}i", GGUFValueType.INT32, len(values), *values)
+
+
+def _text(key, value):
+    return _key(key, GGUFValueType.STRING) + _string(value)
+
+
+def _key(key, type_):
+    return _string(key) + struct.pack("<I", type_)
+
+
+def _string(text):
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+# files
+
+def _write_with_policy(source, added, out, bar):
+    kept = _kept(source)
+    header = [MAGIC, struct.pack("<IQQ", source.version, source.n_tensors, len(kept) + len(added))]
+    header += [source.raw(field.start, field.end) for field in kept]
+    header += added
+    header.append(source.raw(source.kv_end, source.infos_end))
+    n_bytes = sum(map(len, header))
+    if source.has_data or source.size == source.data_start:
+        header.append(bytes(-n_bytes % source.alignment))
+    out.writelines(header)
+    bar.update(min(source.size, source.data_start))
+    if source.has_data:
+        _copy_bytes(source, source.data_start, source.size, out, bar)
+
+
+def _check_written(out, source, policy):
+    """Reads the new header back: what a crash of ours would damage must not reach the target's name."""
+    out.flush()
+    with GGUFFile(out.name) as written:
+        equal = (
+            _decode(written) == policy
+            and written.tensors == source.tensors
+            and [written.raw(x.start, x.end) for x in _kept(written)] == [source.raw(x.start, x.end) for x in _kept(source)]
+            and (not source.has_data or written.size - written.data_start == source.size - source.data_start)
+        )
+    if not equal:
+        raise HwkvError(f"{source.path}: the copy did not come out equal; nothing was written")
+
+
+def _kept(file):
+    return [field for field in file.fields.values() if not field.key.startswith(PREFIX)]
+
+
+def _copy_bytes(source, start, end, out, bar):
+    """Copies the bytes [start, end) of an open GGUFFile's file to the end of `out`, in the kernel where it can."""
+    out.flush()
+    with open(source.path, "rb", buffering=0) as file:
+        if os.fstat(file.fileno()).st_size != source.size:
+            raise HwkvError(f"{source.path}: changed while it was read")
+        in_kernel = hasattr(os, "copy_file_range")
+        pos = start
+        while pos < end:
+            want = min(CHUNK_BYTES, end - pos)
+            n = 0
+            if in_kernel:
+                try:
+                    n = os.copy_file_range(file.fileno(), out.fileno(), want, pos)
+                except OSError as error:
+                    if error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
+                        raise
+                in_kernel = n > 0
+            if n == 0:
+                data = os.pread(file.fileno(), min(want, 2**23), pos)
+                n = len(data)
+                if n == 0:
+                    raise HwkvError(f"{source.path}: truncated while it was read: {source.size:,} bytes expected")
+                view = memoryview(data)
+                while view:
+                    view = view[os.write(out.fileno(), view):]
+            pos += n
+            bar.update(n)
+        out.seek(0, os.SEEK_END)
+
+
+def _target_paths(path, n_shards):
+    if n_shards == 1:
+        return [path]
+    match = SHARD_NAME.match(path.name)
+    if match and (int(match["no"]) != 1 or int(match["count"]) != n_shards):
+        raise HwkvError(f"{path}: the model has {n_shards} shards: give a name that ends in -00001-of-{n_shards:05d}.gguf, or a prefix")
+    prefix = match["prefix"] if match else path.name.removesuffix(".gguf")
+    return [path.with_name(shard_name(prefix, no, n_shards)) for no in range(n_shards)]
+
+
+def _refuse_same(source, target):
+    try:
+        same = os.path.samefile(source, target)
+    except OSError:
+        same = False
+    if same:
+        raise HwkvError(f"{target}: is the input; embedding writes a new file")

@@ -1,0 +1,1 @@
+"""Fresh servers to rows: memory, throughput and capacity."""

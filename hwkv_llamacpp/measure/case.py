@@ -1,0 +1,277 @@
+"""One measured case: a fresh llama-server, one fixed request, its end, and the Row of it all.
+
+The prompt fills the context but for the tokens to generate, as token ids of the same invented text in every arm. Nothing is kept between
+cases, no prompt cache, no checkpoints; llama.cpp may not change the context or the offloading.
+"""
+
+import contextlib
+import ctypes
+import datetime
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import requests
+
+from ..gguf import digest
+from ..plan import dry_run
+from . import ending, machine
+from ..runtime import native
+from ..cli.demo import diary
+from ..errors import HwkvError
+from .memory_limit import memory_group
+from ..base.names import as_text
+from ..policy.policy import Policy
+from .records import Row
+from .sampler import MemorySampler
+from ..runtime.server import LlamaServer, ServerOptions
+
+MIB = 2**20
+# nothing but the context may take memory; the log tells what each buffer takes
+FIXED_FLAGS = ("--cache-ram", "0", "--ctx-checkpoints", "0", "-lv", "4")
+N_TAIL = 12
+
+
+@dataclass(frozen=True, eq=False)
+class Arm:
+    """What is compared: a build and a policy."""
+
+    name: str
+    upstream: bool = False
+    path: Path | None = None      # policy file; None: no policy
+    policy: Policy | None = None  # its content, None where every head is full
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that the arms share."""
+
+    model: Path
+    n_predict: int = 64
+    n_batch: int = 2048
+    n_ubatch: int = 512
+    n_threads: int | None = None
+    n_gpu_layers: int | None = None
+    type_k: str = "f16"
+    type_v: str = "f16"
+    load_mode: str = "none"       # mapped weights are file pages, which neither the kernel's limit nor a fair peak counts
+    start_timeout_s: float = 600
+    timeout_s: float = 3600       # of the whole request
+    memory_limit_bytes: int | None = None
+
+    def options(self, arm, n_ctx, geometry):
+        """The server's options for one case."""
+        extra = [*FIXED_FLAGS, "-lm", self.load_mode]
+        if n_ctx > geometry.n_ctx_train:  # llama-server caps slots at the trained context
+            extra += ["--override-kv", f"{geometry.architecture}.context_length=int:{n_ctx}"]
+        return ServerOptions(
+            model=self.model, policy=None if arm.upstream else arm.path or "off", n_ctx=n_ctx, n_batch=self.n_batch,
+            n_ubatch=self.n_ubatch, n_parallel=1, n_threads=self.n_threads, n_gpu_layers=self.n_gpu_layers, flash_attn="on",
+            type_k=self.type_k, type_v=self.type_v, extra=tuple(extra), environment={"GGML_NO_BACKTRACE": "1"}, upstream=arm.upstream,
+            start_timeout_s=self.start_timeout_s)
+
+
+def measure(kind, arm, n_ctx, settings, geometry, *, round_=0, step=None, gpus=None, plan=None, log_path=None):
+    """The Row of one case. It always comes back: what goes wrong is its status and cause, unless the build itself is missing.
+
+    plan: plan.Plan of this arm and context, if there is one.
+    """
+    row = describe(kind, arm, n_ctx, settings, geometry, round_, step)
+    if plan:
+        row.predicted_kv_bytes, row.predicted_parts = plan.kv_bytes, plan.parts()
+    native.binary("llama-server", arm.upstream)
+    start = time.monotonic()
+    with memory_group(settings.memory_limit_bytes) as group:
+        row.memory_limit_kind = group.kind if settings.memory_limit_bytes else None
+        _Case(row, settings, settings.options(arm, n_ctx, geometry), group, gpus, log_path).run()
+    if plan:
+        row.predicted_peak_bytes = plan.gpu_bytes if on_gpu(row) else plan.total_bytes
+    row.wall_s = round(time.monotonic() - start, 3)
+    return row
+
+
+def describe(kind, arm, n_ctx, settings, geometry, round_=0, step=None):
+    """A Row that says all that was asked for."""
+    policy = arm.policy
+    row = Row(kind, arm.name, n_ctx, round=round_, step=step)
+    row.date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    row.commit, row.machine = machine.commit(), machine.machine()
+    vars(row).update(machine.build(arm.upstream))
+    row.build_pair = machine.build_pair()
+    row.model, row.model_bytes = as_text(settings.model.name), sum(path.stat().st_size for path in digest.shards(settings.model))
+    row.model_sha256, row.n_ctx_train = digest.of_model(settings.model), geometry.n_ctx_train
+    row.policy = as_text(arm.path.name) if policy else None
+    row.policy_fingerprint = policy.fingerprint(geometry.n_layer) if policy else None
+    row.n_sink = policy.n_sink if policy else 0
+    row.retention = policy.retention(n_ctx, geometry) if policy else 1.0
+    row.kv_layers = [[x.layer, (x.head_dim_k + x.head_dim_v) * 2, list(policy.row(x) if policy else (None,) * x.n_head_kv)]
+                     for x in geometry.configurable]
+    row.arguments = [as_text(Path(word).name) if "/" in word else word for word in settings.options(arm, n_ctx, geometry).arguments()]
+    row.settings = {"n_predict": settings.n_predict, "n_batch": settings.n_batch, "n_ubatch": settings.n_ubatch,
+                    "n_threads": settings.n_threads, "n_gpu_layers": settings.n_gpu_layers, "type_k": settings.type_k,
+                    "type_v": settings.type_v, "flash_attn": True, "n_parallel": 1, "load_mode": settings.load_mode}
+    row.memory_limit_bytes = settings.memory_limit_bytes
+    return row
+
+
+class _Case:
+    """Runs the server and fills the row in."""
+
+    def __init__(self, row, settings, options, group, gpus, log_path):
+        self.row, self.settings, self.group, self.gpus = row, settings, group, gpus
+        self.server = LlamaServer(options, log_path, setup=self._setup, launched=self._launched)
+        self.keep_log = log_path is not None
+        self.sampler = self.pid = self.timed_out_s = None
+        self.phase_start = 0  # in the log
+        self._parent = os.getpid()
+        self._libc = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+
+    def _setup(self):
+        """In the new process: it dies with us, even if we are killed, and lives under the limit."""
+        if self._libc:
+            self._libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+            if os.getppid() != self._parent:
+                os._exit(1)
+        self.group.enter()
+
+    def _launched(self, pid):
+        if self.sampler:  # a second try, after a port was taken
+            self.sampler.stop()
+        self.pid = pid
+        self.sampler = MemorySampler(pid, self.gpus)
+
+    def run(self):
+        row = self.row
+        try:
+            row.phase = "start"
+            self.server.start()
+            self._request()
+            row.status, row.phase = "ok", "end"
+        except TimeoutError:
+            self._failed(self.settings.start_timeout_s)
+        except (HwkvError, requests.RequestException) as error:
+            if self.server.process is None:
+                raise  # nothing was started: the build is missing
+            self._failed(self.timed_out_s, str(error))
+        finally:
+            if self.sampler:
+                self.sampler.stop()
+                self._memory()
+            self.server.stop()
+            self._allocations()
+            if not self.keep_log:
+                self.server.log_path.unlink(missing_ok=True)
+
+    def _request(self):
+        row, server, n_predict = self.row, self.server, self.settings.n_predict
+        if row.arm != "upstream":
+            self._props()
+        row.phase, self.phase_start = "prefill", len(server.log())
+        last = None
+        with self._deadline():
+            prompt = prompt_tokens(server, row.n_ctx - n_predict)
+            body = {"prompt": prompt, "n_predict": n_predict, "ignore_eos": True, "cache_prompt": False, "temperature": 0}
+            for piece in server.stream("/completion", body, self.settings.timeout_s):
+                if row.phase == "prefill" and piece.get("tokens"):
+                    row.phase = "decode"
+                last = piece
+        timings = (last or {}).get("timings")
+        if timings:
+            row.take_timings(timings)
+        if not timings or (row.n_prefill, row.n_cached, row.n_decode) != (len(prompt), 0, n_predict):
+            raise HwkvError(f"{len(prompt)} prompt tokens and {n_predict} generated ones expected, llama-server reports "
+                            f"{row.n_prefill} (and {row.n_cached} from a cache) and {row.n_decode}")
+
+    def _props(self):
+        """What a grouped cache holds, to the byte; asked before the prompt, which the server may not survive."""
+        row, hwkv = self.row, self.server.props().get("hwkv", {})
+        if hwkv.get("active"):
+            row.kv_bytes, row.kv_bytes_source = hwkv["kv_bytes"], "props"
+            if row.policy_fingerprint != hwkv["fingerprint"]:
+                raise HwkvError(f"the server runs policy {hwkv['fingerprint']}, {row.policy_fingerprint} expected")
+
+    @contextlib.contextmanager
+    def _deadline(self):
+        """Kills the server when the request takes too long: a hang never outlives the timeout."""
+        def expire():
+            self.timed_out_s = self.settings.timeout_s
+            self.server.process.kill()
+
+        timer = threading.Timer(self.settings.timeout_s, expire)
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _failed(self, timed_out_s, error=None):
+        server = self.server
+        if timed_out_s is None:
+            with contextlib.suppress(Exception):
+                server.process.wait(2)  # a connection breaks a moment before its process is gone
+        found = ending.failed(server, self.pid, self.group.n_oom_kills(), timed_out_s, error, self.phase_start)
+        self.row.status, self.row.cause, self.row.exit_code = found.status, _without_folders(found.cause), found.exit_code
+        self.row.log_tail = [_without_folders(line[:300]) for line in server.log().splitlines()[-N_TAIL:]]
+
+    def _memory(self):
+        row, sampler = self.row, self.sampler
+        row.rss_peak_bytes, row.rss_sampled_peak_bytes = sampler.rss_peak, sampler.rss_sampled_peak
+        row.rss_anon_peak_bytes, row.rss_file_peak_bytes = sampler.rss_anon_peak, sampler.rss_file_peak
+        row.cgroup_peak_bytes = self.group.peak_bytes()
+        if self.gpus:
+            row.gpu_process_peak_bytes = sampler.gpu_process_peak
+            row.gpu_device_peak_bytes, row.gpu_device_before_bytes = sampler.gpu_device_peak, self.gpus.before
+        row.samples, row.n_samples = sampler.kept(), len(sampler.samples)
+        offloads = self.gpus and row.build.startswith("cuda")
+        for counts, value in (("gpu process", row.gpu_process_peak_bytes if offloads else None),
+                              ("gpu devices, less what they held before", _growth(row) if offloads else None),
+                              ("resident set, high-water mark", row.rss_peak_bytes),
+                              ("resident set, sampled", row.rss_sampled_peak_bytes)):
+            if value is not None:
+                row.peak_bytes, row.peak_counts = value, counts
+                break
+
+    def _allocations(self):
+        """What the runtime said of its buffers. It prints its breakdown at a clean end only."""
+        row, log = self.row, self.server.log()
+        sizes = [round(float(mib) * MIB) for mib in re.findall(r"llama_kv_cache: size =\s+([\d.]+) MiB", log)]
+        if sizes:
+            if row.kv_bytes is None and not (row.policy and row.phase == "start"):  # some windows' caches may be there, and others not
+                row.kv_bytes, row.kv_bytes_source = sizes[0], "log"  # the model's own windows come after
+            row.kv_other_bytes = max(0, sum(sizes) - row.kv_bytes) if row.kv_bytes and len(sizes) > 1 else 0
+            row.recurrent_bytes = sum(round(float(mib) * MIB) for mib in re.findall(r"llama_memory_recurrent: size =\s+([\d.]+) MiB", log))
+        row.breakdown = dry_run.breakdown(log) or dry_run.buffers(log) or None
+
+
+def prompt_tokens(server, n):
+    """n token ids of invented text, which is repeated as often as needed; the same for every server of a model."""
+    if n < 1:
+        raise HwkvError("the context leaves no room for a prompt")
+    text = diary(200)  # the same for every context: what the tokenizer takes would stay with the process and grow with the text
+    tokens = server.post("/tokenize", {"content": text, "add_special": True})["tokens"]
+    if not tokens:
+        raise HwkvError("llama-server tokenizes text to nothing")
+    return (tokens * -(-n // len(tokens)))[:n]
+
+
+def full_policy(geometry):
+    """A policy whose every head is full."""
+    return Policy({layer.layer: (None,) * layer.n_head_kv for layer in geometry.configurable})
+
+
+def on_gpu(row):
+    """True if the row's peak is that of GPU memory."""
+    return (row.peak_counts or "").startswith("gpu")
+
+
+def _growth(row):
+    return sum(row.gpu_device_peak_bytes) - sum(row.gpu_device_before_bytes)
+
+
+def _without_folders(text):
+    return re.sub(r"(/[^\s/'\":;]+)+/", "", text) if text else text

@@ -1,0 +1,1 @@
+"""What a server will take, before it is started."""

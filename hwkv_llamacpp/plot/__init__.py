@@ -1,0 +1,1 @@
+"""Pictures: heatmaps of policies, charts of measurements and records."""

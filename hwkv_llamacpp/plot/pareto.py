@@ -1,0 +1,46 @@
+"""Records of a calibration side by side: what each keeps, and what it costs in quality. Table and picture."""
+
+import io
+import sys
+
+from . import figures
+from ..base.atomic import replacing
+from .heatmap import INK
+
+
+def print_table(records, selected=None):
+    """The records as a table on the terminal; the selected one is marked."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(caption="KL in nats against full KV, and top-1 agreement, on held-out text")
+    lengths = list(records[0].retention)
+    for heading in ("n_sink", "asked", *(f"kept at {n:,}" for n in lengths), "full heads", "score", "KL", "top-1", "seconds", ""):
+        table.add_column(heading, justify="right")
+    for r in records:
+        windows = [w for row in r.policy.layers.values() for w in row]
+        table.add_row(str(r.n_sink), r.setting, *(f"{r.retention[n]:.3f}" for n in lengths), f"{windows.count(None)} / {len(windows)}", "-" if r.mean_score is None else f"{r.mean_score:.4f}",
+                      f"{r.distortion['kl']:.5f}", f"{r.distortion['top1']:.3f}", f"{r.seconds:.0f}", "selected" if r is selected else "")
+    # piped output keeps whole lines
+    Console(highlight=False, **({} if sys.stdout.isatty() else {"width": 160})).print(table)
+
+
+def plot(records, path, selected=None, title=None):
+    """Writes the picture as PNG: measured KL over retention at the longest recorded context."""
+    figure, axes = figures.chart(6, 4)
+    n = max(records[0].retention)
+    for color, n_sink in zip(figures.POLICY_COLORS * len(records), dict.fromkeys(r.n_sink for r in records)):
+        points = sorted(((r.retention[n], r.distortion["kl"], r) for r in records if r.n_sink == n_sink), key=lambda point: point[:2])
+        axes.plot([x for x, _, _ in points], [y for _, y, _ in points], color=color, marker="o", label=f"n_sink {n_sink}")
+        for x, y, r in points:
+            axes.annotate(r.setting + (" (selected)" if r is selected else ""), (x, y), textcoords="offset points", xytext=(6, 4), fontsize=8, color=INK)
+    axes.legend(frameon=False, labelcolor=INK, fontsize=8)
+    if all(r.distortion["kl"] > 0 for r in records):
+        axes.set_yscale("log")
+    axes.set_xlabel(f"share of KV cells kept at {n:,} tokens", fontsize=9, color=INK)
+    axes.set_ylabel("KL against full KV, nats")
+    axes.set_title((title or "").replace("$", r"\$"), fontsize=9, color=INK)
+    data = io.BytesIO()
+    figure.savefig(data, format="png", dpi=160, facecolor="white")
+    with replacing(path, overwrite=True) as file:
+        file.write(data.getvalue())

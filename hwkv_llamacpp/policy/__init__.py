@@ -1,0 +1,1 @@
+"""The table of windows, and its arithmetic: what it keeps, what it takes, what a budget allows."""

@@ -1,0 +1,1 @@
+"""The built llama.cpp, driven: its library, its bindings, its server."""
