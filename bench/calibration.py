@@ -36,14 +36,15 @@ from rich.table import Table
 from tqdm import tqdm
 
 from hwkv_llamacpp import HwkvError, ModelGeometry
-from hwkv_llamacpp.gguf import digest, testmodels
-from hwkv_llamacpp.calibration import layerwise, trace as traces
-from hwkv_llamacpp.measure import machine
-from hwkv_llamacpp.runtime import native
-from hwkv_llamacpp.calibration.methods import seqcalib
-from hwkv_llamacpp.calibration.run import Settings
+from hwkv_llamacpp.calibration import layerwise
+from hwkv_llamacpp.calibration import trace as traces
 from hwkv_llamacpp.calibration.distortion import DistortionMeter
 from hwkv_llamacpp.calibration.layerwise import Layerwise
+from hwkv_llamacpp.calibration.methods import seqcalib
+from hwkv_llamacpp.calibration.run import Settings
+from hwkv_llamacpp.gguf import digest, testmodels
+from hwkv_llamacpp.measure import machine
+from hwkv_llamacpp.runtime import native
 from hwkv_llamacpp.runtime.context import Model, RuntimeOptions
 
 RESULTS = Path(__file__).parent / "results" / "calibration.jsonl"
@@ -82,6 +83,7 @@ def calibration(model, geometry, trace, settings):
                 return function(*args, **kwargs)
             finally:
                 spent[part] += time.perf_counter() - start
+
         setattr(owner, name, clocked)
 
     timed(Layerwise, "run", "runtime_s")
@@ -94,9 +96,14 @@ def calibration(model, geometry, trace, settings):
         scored = [int(path.name.split("-")[0]) for path in (Path(folder) / "layers").iterdir()]
     if min(spent[part] for part in ("runtime_s", "replay_s", "held_out_s")) <= 0:
         raise HwkvError(f"a part of the calibration took no time, as measured: {dict(spent)}")
-    return {"choose_s": total - spent["held_out_s"], **spent, "n_layers_scored": len(scored), "n_layers": len(geometry.configurable),
-            "prefills_from_start": sum(layer + 1 for layer in scored) / geometry.n_layer,
-            "retention": {f"{r.tau:g}": r.retention[len(trace.sequences[0])] for r in records}}
+    return {
+        "choose_s": total - spent["held_out_s"],
+        **spent,
+        "n_layers_scored": len(scored),
+        "n_layers": len(geometry.configurable),
+        "prefills_from_start": sum(layer + 1 for layer in scored) / geometry.n_layer,
+        "retention": {f"{r.tau:g}": r.retention[len(trace.sequences[0])] for r in records},
+    }
 
 
 def main():
@@ -106,7 +113,9 @@ def main():
     parser.add_argument("--quick", action="store_true", help="1024 tokens and one round, unless given")
     parser.add_argument("--trace-tokens", type=int, help="length of each trace sequence (default: 4096)")
     parser.add_argument("--rounds", type=int, help="repetitions (default: 3)")
-    parser.add_argument("-t", "--threads", type=int, default=os.cpu_count(), help="threads, of NumPy too (default: %(default)s)")
+    parser.add_argument(
+        "-t", "--threads", type=int, default=os.cpu_count(), help="threads, of NumPy too (default: %(default)s)"
+    )
     args = parser.parse_args()
 
     n_tokens = args.trace_tokens or (1024 if args.quick else 4096)
@@ -116,14 +125,19 @@ def main():
     options = RuntimeOptions(n_threads=args.threads)
     arms = {"prefill": None, "one": Settings((args.tau,)), "grid": Settings()}
     RESULTS.parent.mkdir(exist_ok=True)
-    os.environ.update(dict.fromkeys(BLAS_THREADS, str(args.threads)))  # read by NumPy where it is imported: in the fresh processes
+    os.environ.update(
+        dict.fromkeys(BLAS_THREADS, str(args.threads))
+    )  # read by NumPy where it is imported: in the fresh processes
 
     about = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": machine.commit(),
         "upstream_commit": machine.build()["upstream_commit"],
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs", "build": native.build_dir().name,
-        "model": model.name, "model_sha256": digest.of_model(model), **asdict(options),
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
+        "build": native.build_dir().name,
+        "model": model.name,
+        "model_sha256": digest.of_model(model),
+        **asdict(options),
     }
     rows = {}  # (round, arm) -> columns
     runs = [(i, list(arms)[(i + k) % len(arms)]) for i in range(rounds) for k in range(len(arms))]
@@ -133,7 +147,10 @@ def main():
         with ProcessPoolExecutor(1, mp_context=spawn) as process:
             row = rows[i, arm] = process.submit(measure, model, n_tokens, settings, options).result()
         with open(RESULTS, "a") as file:
-            file.write(json.dumps({**about, "round": i, "arm": arm, **({} if settings is None else asdict(settings)), **row}) + "\n")
+            file.write(
+                json.dumps({**about, "round": i, "arm": arm, **({} if settings is None else asdict(settings)), **row})
+                + "\n"
+            )
 
     def median(arm, value, other="prefill"):
         """Over rounds, of a figure of the arm's row and of another arm's in the same round."""
@@ -142,7 +159,9 @@ def main():
     n_layers, n_taus = rows[0, "grid"]["n_layers"], len(arms["grid"].taus)
     trace = f"{rows[0, 'prefill']['n_sequences']} x {n_tokens} tokens"
     seconds = median("prefill", lambda r, _: r["prefill_s"])
-    table = Table(title=f"{model.name}, time as a multiple of one prefill\n{trace}, prefill {seconds:.1f} s, -t {args.threads}, rounds: {rounds}")
+    table = Table(
+        title=f"{model.name}, time as a multiple of one prefill\n{trace}, prefill {seconds:.1f} s, -t {args.threads}, rounds: {rounds}"
+    )
     for heading in ("", f"tau {args.tau:g}", f"{n_taus} thresholds"):
         table.add_column(heading, justify="right" if heading else "left")
 

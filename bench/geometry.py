@@ -30,18 +30,34 @@ def tensors():
     for il in range(N_LAYER):
         # Q4_K_M keeps more bits in half of the layers
         better = T.Q6_K if il < N_LAYER // 8 or il >= 7 * N_LAYER // 8 or il % 3 == 2 else T.Q4_K
-        block = [("attn_norm.weight", (N_EMBD,), T.F32), ("post_attention_norm.weight", (N_EMBD,), T.F32),
-                 ("ffn_gate.weight", (N_EMBD, N_FF), T.Q4_K), ("ffn_up.weight", (N_EMBD, N_FF), T.Q4_K), ("ffn_down.weight", (N_FF, N_EMBD), better)]
+        block = [
+            ("attn_norm.weight", (N_EMBD,), T.F32),
+            ("post_attention_norm.weight", (N_EMBD,), T.F32),
+            ("ffn_gate.weight", (N_EMBD, N_FF), T.Q4_K),
+            ("ffn_up.weight", (N_EMBD, N_FF), T.Q4_K),
+            ("ffn_down.weight", (N_FF, N_EMBD), better),
+        ]
         if il % 4 == 3:
-            block += [("attn_q.weight", (N_EMBD, 2 * N_HEAD * HEAD_DIM), T.Q4_K), ("attn_k.weight", (N_EMBD, N_HEAD_KV * HEAD_DIM), T.Q4_K),
-                      ("attn_v.weight", (N_EMBD, N_HEAD_KV * HEAD_DIM), better), ("attn_output.weight", (N_HEAD * HEAD_DIM, N_EMBD), T.Q4_K),
-                      ("attn_q_norm.weight", (HEAD_DIM,), T.F32), ("attn_k_norm.weight", (HEAD_DIM,), T.F32)]
+            block += [
+                ("attn_q.weight", (N_EMBD, 2 * N_HEAD * HEAD_DIM), T.Q4_K),
+                ("attn_k.weight", (N_EMBD, N_HEAD_KV * HEAD_DIM), T.Q4_K),
+                ("attn_v.weight", (N_EMBD, N_HEAD_KV * HEAD_DIM), better),
+                ("attn_output.weight", (N_HEAD * HEAD_DIM, N_EMBD), T.Q4_K),
+                ("attn_q_norm.weight", (HEAD_DIM,), T.F32),
+                ("attn_k_norm.weight", (HEAD_DIM,), T.F32),
+            ]
         else:
-            block += [("attn_qkv.weight", (N_EMBD, 2 * key_dim + value_dim), T.Q4_K), ("attn_gate.weight", (N_EMBD, value_dim), T.Q4_K),
-                      ("ssm_conv1d.weight", (D_CONV, 2 * key_dim + value_dim), T.F32), ("ssm_dt.bias", (N_V_HEADS,), T.F32),
-                      ("ssm_a", (N_V_HEADS,), T.F32), ("ssm_beta.weight", (N_EMBD, N_V_HEADS), T.F32),
-                      ("ssm_alpha.weight", (N_EMBD, N_V_HEADS), T.F32), ("ssm_norm.weight", (DELTA_DIM,), T.F32),
-                      ("ssm_out.weight", (value_dim, N_EMBD), T.Q4_K)]
+            block += [
+                ("attn_qkv.weight", (N_EMBD, 2 * key_dim + value_dim), T.Q4_K),
+                ("attn_gate.weight", (N_EMBD, value_dim), T.Q4_K),
+                ("ssm_conv1d.weight", (D_CONV, 2 * key_dim + value_dim), T.F32),
+                ("ssm_dt.bias", (N_V_HEADS,), T.F32),
+                ("ssm_a", (N_V_HEADS,), T.F32),
+                ("ssm_beta.weight", (N_EMBD, N_V_HEADS), T.F32),
+                ("ssm_alpha.weight", (N_EMBD, N_V_HEADS), T.F32),
+                ("ssm_norm.weight", (DELTA_DIM,), T.F32),
+                ("ssm_out.weight", (value_dim, N_EMBD), T.Q4_K),
+            ]
         yield from ((f"blk.{il}.{name}", shape, type_) for name, shape, type_ in block)
 
 
@@ -97,7 +113,9 @@ def main():
     args = parser.parse_args()
     args.output.unlink(missing_ok=True)
     write(args.output, not args.no_tensors)
-    print(f"wrote {args.output}: {args.output.stat().st_size / 2**30:.2f} GiB in name, {args.output.stat().st_blocks * 512 / 2**10:.0f} KiB on the disk")
+    print(
+        f"wrote {args.output}: {args.output.stat().st_size / 2**30:.2f} GiB in name, {args.output.stat().st_blocks * 512 / 2**10:.0f} KiB on the disk"
+    )
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hwkv_llamacpp import ModelGeometry, Policy
-from hwkv_llamacpp.runtime import native
-from hwkv_llamacpp.gguf import testmodels
 from hwkv_llamacpp.cli.main import main as hwkv
+from hwkv_llamacpp.gguf import testmodels
+from hwkv_llamacpp.runtime import native
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, POLICIES = Path(__file__).parent / "results", ROOT / "policies"
@@ -18,8 +18,10 @@ RESULTS, POLICIES = Path(__file__).parent / "results", ROOT / "policies"
 class Model:
     """One model's grid."""
 
-    path: object                  # a path, or a function that fetches one
-    policy: Path | int            # of a calibration; or by hand: every other KV head, counted through all layers, keeps that many tokens
+    path: object  # a path, or a function that fetches one
+    policy: (
+        Path | int
+    )  # of a calibration; or by hand: every other KV head, counted through all layers, keeps that many tokens
     contexts: tuple
     memory_limit: str | None = None  # of the capacity scan; None: the device
     grid: int = 1024
@@ -48,9 +50,30 @@ WINDOW = 512  # of the policy by hand for a model that comes with --model
 
 # On a CPU, small contexts are slow enough; the finer grid of the scan makes up for small boundaries.
 MODELS = {
-    "mini-hybrid": Model(ROOT / "tests" / "data" / "mini-hybrid-f16.gguf", POLICIES / "mini-hybrid" / "leastkl.json", (2048, 8192), "48MiB", 256, ("-ub", "128", "-t", "1")),
-    "smollm2": Model(testmodels.smollm2, POLICIES / "SmolLM2-135M-Instruct" / "seqcalib.json", (2048, 8192, 32768), "224MiB", 256, ("-ub", "128")),
-    "gemma3": Model(testmodels.gemma3, POLICIES / "gemma-3-270m" / "seqcalib.json", (2048, 8192, 32768), "416MiB", 256, ("-ub", "128")),
+    "mini-hybrid": Model(
+        ROOT / "tests" / "data" / "mini-hybrid-f16.gguf",
+        POLICIES / "mini-hybrid" / "leastkl.json",
+        (2048, 8192),
+        "48MiB",
+        256,
+        ("-ub", "128", "-t", "1"),
+    ),
+    "smollm2": Model(
+        testmodels.smollm2,
+        POLICIES / "SmolLM2-135M-Instruct" / "seqcalib.json",
+        (2048, 8192, 32768),
+        "224MiB",
+        256,
+        ("-ub", "128"),
+    ),
+    "gemma3": Model(
+        testmodels.gemma3,
+        POLICIES / "gemma-3-270m" / "seqcalib.json",
+        (2048, 8192, 32768),
+        "416MiB",
+        256,
+        ("-ub", "128"),
+    ),
 }
 
 # The paper's: full offload on one GPU. Give the files with --model and a calibrated policy with --policy.
@@ -64,10 +87,23 @@ PAPER = {
 def run(kind, doc):
     """The command of an experiment: `hwkv bench KIND` for each model that was asked for."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", choices=[*MODELS, *PAPER], metavar="NAME", help=f"{', '.join([*MODELS, *PAPER])} (default: smollm2)")
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=[*MODELS, *PAPER],
+        metavar="NAME",
+        help=f"{', '.join([*MODELS, *PAPER])} (default: smollm2)",
+    )
     parser.add_argument("--model", type=Path, metavar="GGUF", help="file to use instead of the named one")
     parser.add_argument("--policy", type=Path, metavar="P", help="policy to use instead")
-    parser.add_argument("-o", "--output", type=Path, default=RESULTS / ("capacity.jsonl" if kind == "capacity" else "grid.jsonl"), metavar="RUN.jsonl", help="rows (default: %(default)s)")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=RESULTS / ("capacity.jsonl" if kind == "capacity" else "grid.jsonl"),
+        metavar="RUN.jsonl",
+        help="rows (default: %(default)s)",
+    )
     args, more = parser.parse_known_args()  # the rest goes to hwkv bench
     code = 0
     for name in args.only or ["smollm2"]:
@@ -76,9 +112,20 @@ def run(kind, doc):
             model = replace(model, path=args.model, policy=model.policy if name in PAPER else WINDOW)
         if name in PAPER and not args.model:
             parser.error(f"{name} needs --model: the file does not come with this project")
-        words = ["bench", kind, str(model.gguf()), "--policy", str(args.policy or model.policy_file()), "-o", str(args.output), *model.flags]
+        words = [
+            "bench",
+            kind,
+            str(model.gguf()),
+            "--policy",
+            str(args.policy or model.policy_file()),
+            "-o",
+            str(args.output),
+            *model.flags,
+        ]
         if kind == "capacity":
-            words += ["--grid", str(model.grid)] + (["--memory-limit", model.memory_limit] if model.memory_limit else [])
+            words += ["--grid", str(model.grid)] + (
+                ["--memory-limit", model.memory_limit] if model.memory_limit else []
+            )
         elif not {"-c", "--ctx-size"} & set(more):
             words += ["-c", ",".join(map(str, model.contexts))]
         code = hwkv([*words, *more]) or code

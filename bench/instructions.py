@@ -24,11 +24,11 @@ from rich.table import Table
 from tqdm import tqdm
 
 from hwkv_llamacpp import ModelGeometry
-from hwkv_llamacpp.gguf import digest
 from hwkv_llamacpp.baselines import handmade
+from hwkv_llamacpp.gguf import digest
 from hwkv_llamacpp.measure import machine
-from hwkv_llamacpp.runtime import native
 from hwkv_llamacpp.measure.case import full_policy
+from hwkv_llamacpp.runtime import native
 
 MODEL = Path(__file__).resolve().parent.parent / "tests" / "data" / "mini-hybrid-f16.gguf"
 RESULTS = Path(__file__).parent / "results" / "instructions.jsonl"
@@ -39,8 +39,17 @@ CASES = {"prefill": (128, 256), "decode": (8, 24)}  # tokens of the shorter and 
 
 def policies(geometry, folder):
     """{arm: value of --hwkv-policy, or None for the unpatched llama-bench}."""
-    row = handmade.pattern(geometry, by_layer={layer.layer: [WINDOWS[h % len(WINDOWS)] for h in range(layer.n_head_kv)] for layer in geometry.configurable})
-    made = {"all heads full": full_policy(geometry), "other windows for each head": row, "and 4 sinks": replace(row, n_sink=4)}
+    row = handmade.pattern(
+        geometry,
+        by_layer={
+            layer.layer: [WINDOWS[h % len(WINDOWS)] for h in range(layer.n_head_kv)] for layer in geometry.configurable
+        },
+    )
+    made = {
+        "all heads full": full_policy(geometry),
+        "other windows for each head": row,
+        "and 4 sinks": replace(row, n_sink=4),
+    }
     found = {"upstream": None, "no policy": "off"}
     for name, policy in made.items():
         path = folder / f"{name}.json"
@@ -51,9 +60,29 @@ def policies(geometry, folder):
 
 def count(policy, phase, n):
     """Instructions of one llama-bench."""
-    words = [native.binary("llama-bench", upstream=policy is None), "-m", MODEL, "-ub", N_UBATCH, "-fa", 1, "-t", 1, "-r", 1, "-ngl", 0, "--no-warmup",
-             *(("-p", n, "-n", 0) if phase == "prefill" else ("-p", 0, "-n", n)), *(() if policy is None else ("--hwkv-policy", policy))]
-    done = subprocess.run(["valgrind", "--tool=cachegrind", "--cache-sim=no", "--cachegrind-out-file=/dev/null", *map(str, words)], text=True, capture_output=True)
+    words = [
+        native.binary("llama-bench", upstream=policy is None),
+        "-m",
+        MODEL,
+        "-ub",
+        N_UBATCH,
+        "-fa",
+        1,
+        "-t",
+        1,
+        "-r",
+        1,
+        "-ngl",
+        0,
+        "--no-warmup",
+        *(("-p", n, "-n", 0) if phase == "prefill" else ("-p", 0, "-n", n)),
+        *(() if policy is None else ("--hwkv-policy", policy)),
+    ]
+    done = subprocess.run(
+        ["valgrind", "--tool=cachegrind", "--cache-sim=no", "--cachegrind-out-file=/dev/null", *map(str, words)],
+        text=True,
+        capture_output=True,
+    )
     found = re.search(r"I\s+refs:\s+([\d,]+)", done.stderr)
     if done.returncode != 0 or not found:
         sys.exit(f"error: {' '.join(map(str, words))} ended with {done.returncode}: {done.stderr[-500:]}")
@@ -64,14 +93,32 @@ def main():
     if not shutil.which("valgrind"):
         sys.exit("error: valgrind is needed: apt install valgrind")
     found = {}
-    about = {"date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "commit": machine.commit(), "builds": machine.build_pair(),
-             "model": MODEL.name, "model_sha256": digest.of_model(MODEL), "n_ubatch": N_UBATCH, "n_threads": 1}
+    about = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": machine.commit(),
+        "builds": machine.build_pair(),
+        "model": MODEL.name,
+        "model_sha256": digest.of_model(MODEL),
+        "n_ubatch": N_UBATCH,
+        "n_threads": 1,
+    }
     with tempfile.TemporaryDirectory() as folder, open(RESULTS, "a") as rows:
         arms = policies(ModelGeometry.from_gguf(MODEL), Path(folder))
         for phase, arm in tqdm([(phase, arm) for phase in CASES for arm in arms], desc="llama-bench", unit="figure"):
             short, long = CASES[phase]
             found[phase, arm] = (count(arms[arm], phase, long) - count(arms[arm], phase, short)) / (long - short)
-            rows.write(json.dumps({**about, "arm": arm, "phase": phase, "n_tokens": long - short, "instructions_per_token": found[phase, arm]}) + "\n")
+            rows.write(
+                json.dumps(
+                    {
+                        **about,
+                        "arm": arm,
+                        "phase": phase,
+                        "n_tokens": long - short,
+                        "instructions_per_token": found[phase, arm],
+                    }
+                )
+                + "\n"
+            )
             rows.flush()
     table = Table(title=f"{MODEL.name}, -ub {N_UBATCH}: instructions per token")
     for heading in ("", "upstream, millions", *(f"{arm}, ratio" for arm in arms if arms[arm])):

@@ -18,8 +18,15 @@ OTHER_NOUNS = """
 ape art bag bat bee boa box bug bus can car cow cup den dot eel elf elm fan fin fly fur gum hen hog ice ivy jar jay jug kit leg lip map
 mud nap nut oar owl paw pen pie pin pot rag ray rim rug rye sky spa tap tea tin top tub van web yak zoo
 """.split()
-SENTENCE = ["the", "old big sad shy wet new hot red", "man boy son dad mom guy", "ran sat met ate got hid led won", "to at by in on up",
-            "the", "day sun sea bay inn way"]
+SENTENCE = [
+    "the",
+    "old big sad shy wet new hot red",
+    "man boy son dad mom guy",
+    "ran sat met ate got hid led won",
+    "to at by in on up",
+    "the",
+    "day sun sea bay inn way",
+]
 ECHO_WORDS = " ".join(SENTENCE).replace("the", "").split() + OTHER_NOUNS
 
 

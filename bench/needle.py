@@ -21,16 +21,19 @@ from rich.table import Table
 from tqdm import tqdm
 
 from hwkv_llamacpp import ModelGeometry, Policy
-from hwkv_llamacpp.gguf import digest
 from hwkv_llamacpp.baselines import handmade
-from hwkv_llamacpp.runtime import native
+from hwkv_llamacpp.gguf import digest
 from hwkv_llamacpp.policy.budget import Budget
+from hwkv_llamacpp.runtime import native
 from hwkv_llamacpp.runtime.server import LlamaServer, ServerOptions
 
 MODEL = native.ROOT / "tests" / "data" / "mini-hybrid-f16.gguf"
 POLICY = native.ROOT / "policies" / "mini-hybrid" / "seqcalib.json"
 RESULTS = Path(__file__).parent / "results" / "needle.jsonl"
-LENGTHS = {1024: (32, 64, 128, 256, 400, 700, 1000), 2048: (32, 64, 128, 256, 700, 1000, 2000)}  # prompt tokens: distances
+LENGTHS = {
+    1024: (32, 64, 128, 256, 400, 700, 1000),
+    2048: (32, 64, 128, 256, 700, 1000, 2000),
+}  # prompt tokens: distances
 
 
 def recall(policy, lengths=LENGTHS, n_prompts=20):
@@ -40,14 +43,26 @@ def recall(policy, lengths=LENGTHS, n_prompts=20):
         path = native.ROOT / "build" / f"needle-{policy.fingerprint(8)}.json"
         policy.save(path)
     result = {}
-    with LlamaServer(ServerOptions(model=MODEL, policy=path, n_ctx=4096, n_ubatch=64, n_parallel=1, n_threads=1, flash_attn="on",
-                                   extra=("--cache-ram", "0", "--ctx-checkpoints", "0"))) as server:
+    with LlamaServer(
+        ServerOptions(
+            model=MODEL,
+            policy=path,
+            n_ctx=4096,
+            n_ubatch=64,
+            n_parallel=1,
+            n_threads=1,
+            flash_attn="on",
+            extra=("--cache-ram", "0", "--ctx-checkpoints", "0"),
+        )
+    ) as server:
         for n_tokens, distances in lengths.items():
             right = dict.fromkeys(distances, 0)
             cases = [(seed, distance) for distance in distances for seed in range(n_prompts)]
             for seed, distance in tqdm(cases, desc=f"{n_tokens} tokens", leave=False):
                 prompt, answer = needle_prompt(1000 + seed, n_tokens, distance)
-                reply = server.post("/completion", {"prompt": prompt, "n_predict": 3, "temperature": 0, "cache_prompt": False})
+                reply = server.post(
+                    "/completion", {"prompt": prompt, "n_predict": 3, "temperature": 0, "cache_prompt": False}
+                )
                 right[distance] += reply["content"].strip() == answer
             result[n_tokens] = {distance: n / n_prompts for distance, n in right.items()}
     return result
@@ -55,7 +70,11 @@ def recall(policy, lengths=LENGTHS, n_prompts=20):
 
 def same_size(geometry, policy, n_tokens):
     """The uniform policy that keeps as many cells as the policy at n_tokens, or a few less."""
-    return handmade.largest(geometry, Budget(n_tokens, retention=policy.retention(n_tokens, geometry)), lambda w: handmade.uniform(geometry, w))
+    return handmade.largest(
+        geometry,
+        Budget(n_tokens, retention=policy.retention(n_tokens, geometry)),
+        lambda w: handmade.uniform(geometry, w),
+    )
 
 
 def main():
@@ -72,7 +91,9 @@ def main():
     RESULTS.parent.mkdir(exist_ok=True)
     tables = {}
     for n_tokens, distances in LENGTHS.items():
-        tables[n_tokens] = Table(title=f"exact answers of the mini hybrid to prompts of {n_tokens} tokens, by distance of the fact")
+        tables[n_tokens] = Table(
+            title=f"exact answers of the mini hybrid to prompts of {n_tokens} tokens, by distance of the fact"
+        )
         for heading in ("", f"kept at {longest}", *map(str, distances), "all"):
             tables[n_tokens].add_column(heading, justify="right" if heading else "left")
     for name, arm in (("full KV", None), ("policy", policy), (f"one window of {window}", uniform)):
@@ -80,12 +101,29 @@ def main():
         retention = 1.0 if arm is None else arm.retention(longest, geometry)
         with open(RESULTS, "a") as rows:
             for n_tokens, shares in found.items():
-                tables[n_tokens].add_row(name, f"{retention:.3f}", *(f"{share:.2f}" for share in shares.values()), f"{mean(shares.values()):.3f}")
-                rows.write(json.dumps({
-                    "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "model": MODEL.name,
-                    "model_sha256": digest.of_model(MODEL), "arm": name, "retention": round(retention, 6),
-                    "policy_fingerprint": arm.fingerprint(geometry.n_layer) if arm else None, "n_prompt_tokens": n_tokens,
-                    "prompts_per_distance": args.prompts, "accuracy": mean(shares.values()), "accuracy_by_distance": shares}) + "\n")
+                tables[n_tokens].add_row(
+                    name,
+                    f"{retention:.3f}",
+                    *(f"{share:.2f}" for share in shares.values()),
+                    f"{mean(shares.values()):.3f}",
+                )
+                rows.write(
+                    json.dumps(
+                        {
+                            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+                            "model": MODEL.name,
+                            "model_sha256": digest.of_model(MODEL),
+                            "arm": name,
+                            "retention": round(retention, 6),
+                            "policy_fingerprint": arm.fingerprint(geometry.n_layer) if arm else None,
+                            "n_prompt_tokens": n_tokens,
+                            "prompts_per_distance": args.prompts,
+                            "accuracy": mean(shares.values()),
+                            "accuracy_by_distance": shares,
+                        }
+                    )
+                    + "\n"
+                )
     Console().print(*tables.values())
 
 

@@ -33,8 +33,28 @@ ARMS = ("upstream", "off")
 
 def start(arm, model, cpu):
     """A llama-bench on one CPU."""
-    command = ["taskset", "-c", str(cpu), str(native.binary("llama-bench", upstream=arm == "upstream")), "-m", str(model), "-p", str(N_PREFILL),
-               "-n", str(N_DECODE), "-t", "1", "-fa", "1", "-r", "1", "-ngl", "0", "-o", "json"]
+    command = [
+        "taskset",
+        "-c",
+        str(cpu),
+        str(native.binary("llama-bench", upstream=arm == "upstream")),
+        "-m",
+        str(model),
+        "-p",
+        str(N_PREFILL),
+        "-n",
+        str(N_DECODE),
+        "-t",
+        "1",
+        "-fa",
+        "1",
+        "-r",
+        "1",
+        "-ngl",
+        "0",
+        "-o",
+        "json",
+    ]
     if arm == "off":
         command += ["--hwkv-policy", "off"]
     return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -61,9 +81,15 @@ def main():
     about = {
         "commit": machine.commit(),
         "upstream_commit": machine.build()["upstream_commit"],
-        "machine": f"{os.uname().machine}, {os.cpu_count()} CPUs", "n_threads": 1, "build": native.build_dir().name, "model": model.name,
-        "model_sha256": digest.of_model(model), "n_prefill": N_PREFILL, "n_decode": N_DECODE,
-        "type_kv": "f16", "flash_attn": True,
+        "machine": f"{os.uname().machine}, {os.cpu_count()} CPUs",
+        "n_threads": 1,
+        "build": native.build_dir().name,
+        "model": model.name,
+        "model_sha256": digest.of_model(model),
+        "n_prefill": N_PREFILL,
+        "n_decode": N_DECODE,
+        "type_kv": "f16",
+        "flash_attn": True,
     }
     logs = ([], [])  # prefill, decode: log(off / upstream) of each round
     with open(RESULTS, "a") as rows:
@@ -71,8 +97,19 @@ def main():
             running = {arm: start(arm, model, cpus[(i + k) % 2]) for k, arm in enumerate(ARMS)}
             seconds = {arm: finish(process) for arm, process in running.items()}
             for arm, (prefill, decode) in seconds.items():
-                rows.write(json.dumps({**about, "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "round": i,
-                                       "arm": arm, "prefill_s_per_token": prefill, "decode_s_per_token": decode}) + "\n")
+                rows.write(
+                    json.dumps(
+                        {
+                            **about,
+                            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+                            "round": i,
+                            "arm": arm,
+                            "prefill_s_per_token": prefill,
+                            "decode_s_per_token": decode,
+                        }
+                    )
+                    + "\n"
+                )
             for log, off, upstream in zip(logs, seconds["off"], seconds["upstream"]):
                 log.append(math.log(off / upstream))
     table = Table(title=f"{model.name}: time without a policy, as a multiple of unpatched llama.cpp's")
@@ -80,7 +117,11 @@ def main():
         table.add_column(heading, justify="right" if heading else "left")
     for name, log in zip(("prefill", "decode"), logs):
         pairs = [(a + b) / 2 for a, b in zip(log[::2], log[1::2])]
-        table.add_row(name, f"{math.exp(statistics.mean(pairs)):.4f}", f"{statistics.stdev(pairs) / math.sqrt(len(pairs)):.4f}" if len(pairs) > 1 else "")
+        table.add_row(
+            name,
+            f"{math.exp(statistics.mean(pairs)):.4f}",
+            f"{statistics.stdev(pairs) / math.sqrt(len(pairs)):.4f}" if len(pairs) > 1 else "",
+        )
     Console().print(table)
 
 

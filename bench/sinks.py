@@ -25,10 +25,10 @@ from rich.table import Table
 from tqdm import tqdm
 
 from hwkv_llamacpp import Policy
+from hwkv_llamacpp.calibration import trace as traces
 from hwkv_llamacpp.gguf import digest, testmodels
 from hwkv_llamacpp.measure import machine
 from hwkv_llamacpp.runtime import native
-from hwkv_llamacpp.calibration import trace as traces
 from hwkv_llamacpp.runtime.context import Model, RuntimeOptions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,7 +51,7 @@ def steps(contexts, tokens, n_prefill, n_ubatch):
         wanted[-1] = phase == "decode"
         for arm in arms:
             start = time.perf_counter()
-            contexts[arm].decode(tokens[pos:pos + n], pos, wanted)
+            contexts[arm].decode(tokens[pos : pos + n], pos, wanted)
             native.load().llama_synchronize(contexts[arm].handle)
             seconds[arm] = time.perf_counter() - start
         yield phase, pos, seconds
@@ -61,9 +61,18 @@ def steps(contexts, tokens, n_prefill, n_ubatch):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prefill", type=int, default=4096, metavar="N", help="tokens of prefill (default: %(default)s)")
+    parser.add_argument(
+        "--prefill", type=int, default=4096, metavar="N", help="tokens of prefill (default: %(default)s)"
+    )
     parser.add_argument("--decode", type=int, default=256, metavar="N", help="tokens of decode (default: %(default)s)")
-    parser.add_argument("-ub", "--ubatch-size", type=int, default=64, metavar="N", help="tokens of a step of prefill (default: %(default)s)")
+    parser.add_argument(
+        "-ub",
+        "--ubatch-size",
+        type=int,
+        default=64,
+        metavar="N",
+        help="tokens of a step of prefill (default: %(default)s)",
+    )
     parser.add_argument("-t", "--threads", type=int, metavar="N", help="threads (default: all CPUs)")
     args = parser.parse_args()
     n_prefill = args.prefill // args.ubatch_size * args.ubatch_size
@@ -83,9 +92,20 @@ def main():
                     for arm, value in taken.items():
                         seconds[phase][arm].append(value)
 
-    about = {"date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "commit": machine.commit(), "machine": machine.machine(),
-             "build": native.build_dir().name, "model": path.name, "model_sha256": digest.of_model(path), "policy": POLICY.name,
-             "n_prefill": n_prefill, "n_decode": args.decode, "n_ubatch": args.ubatch_size, "n_threads": args.threads, "n_first": longest}
+    about = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": machine.commit(),
+        "machine": machine.machine(),
+        "build": native.build_dir().name,
+        "model": path.name,
+        "model_sha256": digest.of_model(path),
+        "policy": POLICY.name,
+        "n_prefill": n_prefill,
+        "n_decode": args.decode,
+        "n_ubatch": args.ubatch_size,
+        "n_threads": args.threads,
+        "n_first": longest,
+    }
     table = Table(title=f"{path.name}: time of a step, as a multiple of that without sinks")
     for heading in ("", *(f"{phase}, {text}" for phase in seconds for text in ("ratio", "standard error"))):
         table.add_column(heading, justify="right" if heading else "left")
@@ -93,10 +113,24 @@ def main():
     with open(RESULTS, "a") as rows:
         for phase, by_arm in seconds.items():
             for arm, values in by_arm.items():
-                rows.write(json.dumps({**about, "phase": phase, "arm": arm, "n_sink": policies[arm].n_sink, "seconds": [round(v, 6) for v in values]}) + "\n")
+                rows.write(
+                    json.dumps(
+                        {
+                            **about,
+                            "phase": phase,
+                            "arm": arm,
+                            "n_sink": policies[arm].n_sink,
+                            "seconds": [round(v, 6) for v in values],
+                        }
+                    )
+                    + "\n"
+                )
                 if arm != BASE:
                     logs = [math.log(a / b) for a, b in zip(values, by_arm[BASE])]
-                    cells[arm] += [f"{math.exp(statistics.mean(logs)):.4f}", f"{statistics.stdev(logs) / math.sqrt(len(logs)):.4f}"]
+                    cells[arm] += [
+                        f"{math.exp(statistics.mean(logs)):.4f}",
+                        f"{statistics.stdev(logs) / math.sqrt(len(logs)):.4f}",
+                    ]
     for label, row in zip(("without sinks, once more", f"with {policy.n_sink} sinks"), cells.values()):
         table.add_row(label, *row)
     Console(width=120).print(table)

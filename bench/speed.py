@@ -34,8 +34,8 @@ from tqdm import tqdm
 from hwkv_llamacpp import ModelGeometry, Policy
 from hwkv_llamacpp.gguf import digest, testmodels
 from hwkv_llamacpp.measure import machine
-from hwkv_llamacpp.runtime import native
 from hwkv_llamacpp.policy.footprint import predict
+from hwkv_llamacpp.runtime import native
 
 RESULTS = Path(__file__).parent / "results" / "speed.jsonl"
 N_PREFILL, N_DECODE, N_UBATCH = 512, 32, 512
@@ -53,8 +53,29 @@ def half_windowed(geometry, window):
 def bench(arm, model, policy, depth, n_threads, cpus):
     """One run of llama-bench: [prefill seconds per token, decode seconds per token] at the depth."""
     program = native.binary("llama-bench", upstream=arm == "upstream")
-    command = [str(program), "-m", str(model), "-p", str(N_PREFILL), "-n", str(N_DECODE), "-d", str(depth), "-t", str(n_threads),
-               "-ub", str(N_UBATCH), "-fa", "1", "-r", "1", "-ngl", "0", "-o", "json"]
+    command = [
+        str(program),
+        "-m",
+        str(model),
+        "-p",
+        str(N_PREFILL),
+        "-n",
+        str(N_DECODE),
+        "-d",
+        str(depth),
+        "-t",
+        str(n_threads),
+        "-ub",
+        str(N_UBATCH),
+        "-fa",
+        "1",
+        "-r",
+        "1",
+        "-ngl",
+        "0",
+        "-o",
+        "json",
+    ]
     if arm != "upstream":
         command += ["--hwkv-policy", str(policy) if arm == "policy" else "off"]
     if cpus:
@@ -90,10 +111,18 @@ def main():
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": machine.commit(),
         "upstream_commit": machine.build()["upstream_commit"],
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs", "n_threads": args.threads, "build": native.build_dir().name,
-        "model": model.name, "model_sha256": digest.of_model(model),
-        "policy_fingerprint": policy.fingerprint(geometry.n_layer), "window": args.window,
-        "n_prefill": N_PREFILL, "n_decode": N_DECODE, "n_ubatch": N_UBATCH, "type_kv": "f16", "flash_attn": True,
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
+        "n_threads": args.threads,
+        "build": native.build_dir().name,
+        "model": model.name,
+        "model_sha256": digest.of_model(model),
+        "policy_fingerprint": policy.fingerprint(geometry.n_layer),
+        "window": args.window,
+        "n_prefill": N_PREFILL,
+        "n_decode": N_DECODE,
+        "n_ubatch": N_UBATCH,
+        "type_kv": "f16",
+        "flash_attn": True,
     }
     seconds = {}  # (round, arm, depth) -> (prefill, decode) seconds per token
     n_rounds = {0: 4 * args.rounds, args.depth: args.rounds}
@@ -102,7 +131,19 @@ def main():
     with open(RESULTS, "a") as rows:
         for i, arm, depth in tqdm(runs, desc="llama-bench", unit="run"):
             prefill, decode = seconds[i, arm, depth] = bench(arm, model, policy_path, depth, args.threads, args.cpus)
-            rows.write(json.dumps({**about, "round": i, "arm": arm, "depth": depth, "prefill_s_per_token": prefill, "decode_s_per_token": decode}) + "\n")
+            rows.write(
+                json.dumps(
+                    {
+                        **about,
+                        "round": i,
+                        "arm": arm,
+                        "depth": depth,
+                        "prefill_s_per_token": prefill,
+                        "decode_s_per_token": decode,
+                    }
+                )
+                + "\n"
+            )
             rows.flush()
 
     def ratio(value, arm, depth):
@@ -121,14 +162,22 @@ def main():
     table = Table(title=f"{model.name}, time as a multiple of upstream's (less is faster), {args.rounds} rounds")
     for heading in ("", "off", "policy"):
         table.add_column(heading, justify="right" if heading else "left")
-    for name, value, depth in (("prefill, empty cache", prefill, 0), ("decode, empty cache", decode, 0),
-                               (f"prefill at depth {args.depth}", prefill, args.depth), (f"decode at depth {args.depth}", decode, args.depth),
-                               ("attention part of decode", attention, args.depth)):
+    for name, value, depth in (
+        ("prefill, empty cache", prefill, 0),
+        ("decode, empty cache", decode, 0),
+        (f"prefill at depth {args.depth}", prefill, args.depth),
+        (f"decode at depth {args.depth}", decode, args.depth),
+        ("attention part of decode", attention, args.depth),
+    ):
         table.add_row(name, *[f"{ratio(value, arm, depth):.3f}" for arm in arms[1:]])
     n_ctx = args.depth + max(N_PREFILL, N_DECODE)
     shape = predict(geometry, policy, n_ctx, n_ubatch=N_UBATCH)
     table.add_row("KV cells kept, by the policy", "1.000", f"{policy.retention(args.depth, geometry):.3f}")
-    table.add_row("KV bytes allocated", "1.000", f"{shape.kv_bytes / predict(geometry, None, n_ctx, n_ubatch=N_UBATCH).kv_bytes:.3f}")
+    table.add_row(
+        "KV bytes allocated",
+        "1.000",
+        f"{shape.kv_bytes / predict(geometry, None, n_ctx, n_ubatch=N_UBATCH).kv_bytes:.3f}",
+    )
     Console().print(table)
 
 

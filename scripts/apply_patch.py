@@ -50,7 +50,7 @@ def find(lines, wanted, expected):
     last = len(lines) - len(wanted)
     for distance in range(max(expected, last - expected) + 1):
         for at in {expected - distance, expected + distance}:
-            if 0 <= at <= last and lines[at:at + len(wanted)] == wanted:
+            if 0 <= at <= last and lines[at : at + len(wanted)] == wanted:
                 return at
     return None
 
@@ -68,7 +68,7 @@ def apply(patch, read):
             at = find(lines, before, expected)
             if at is None:
                 raise PatchError(f"{path}, hunk {number} ({header}) finds no matching lines")
-            lines[at:at + len(before)] = after
+            lines[at : at + len(before)] = after
             shift += at - expected + len(after) - len(before)
         result[path] = b"".join(lines)
     return result

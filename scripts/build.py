@@ -1,10 +1,10 @@
 """Builds libllama with per-KV-head windows and everything around it. Called by ./build.sh; standard library only.
 
-    .venv/                 Python environment: this package (editable), llama-cpp-python's bindings, cmake and ninja if needed
-    build/download/        the pinned sdist
-    build/upstream/src     llama.cpp as the sdist carries it;  build/upstream/<configuration>/bin  unpatched programs
-    build/hwkv/src         the same with native/ copied in;    build/hwkv/<configuration>/bin      ours
-    build/current          link to the configuration that hwkv uses (the one built last; not --upstream, not --sanitize)
+.venv/                 Python environment: this package (editable), llama-cpp-python's bindings, cmake and ninja if needed
+build/download/        the pinned sdist
+build/upstream/src     llama.cpp as the sdist carries it;  build/upstream/<configuration>/bin  unpatched programs
+build/hwkv/src         the same with native/ copied in;    build/hwkv/<configuration>/bin      ours
+build/current          link to the configuration that hwkv uses (the one built last; not --upstream, not --sanitize)
 """
 
 import argparse
@@ -35,8 +35,17 @@ OVERLAY = {"src": "src", "include": "include", "tests": "tests"}
 # parts of the sdist's llama.cpp that no build reads
 NOT_UNPACKED = ("docs/", "media/", "models/ggml-vocab")
 
-PROGRAMS = ["llama-server", "llama-cli", "llama-completion", "llama-bench", "llama-batched-bench", "llama-perplexity",
-            "llama-fit-params", "llama-quantize", "llama-gguf-split"]
+PROGRAMS = [
+    "llama-server",
+    "llama-cli",
+    "llama-completion",
+    "llama-bench",
+    "llama-batched-bench",
+    "llama-perplexity",
+    "llama-fit-params",
+    "llama-quantize",
+    "llama-gguf-split",
+]
 UPSTREAM_TESTS = ["test-llama-archs", "test-save-load-state"]
 UPSTREAM_PROGRAMS = ["llama-server", "llama-completion", "llama-bench", "llama-batched-bench", "llama-perplexity"]
 
@@ -60,19 +69,43 @@ class BuildError(Exception):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(prog="./build.sh", description="Builds hwkv-llamacpp.", epilog=EXAMPLES,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="./build.sh",
+        description="Builds hwkv-llamacpp.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     backend = parser.add_mutually_exclusive_group()
     backend.add_argument("--cuda", action="store_true", help="build for NVIDIA GPUs")
     backend.add_argument("--vulkan", action="store_true", help="build for Vulkan")
     backend.add_argument("--metal", action="store_true", help="build for Apple GPUs")
-    parser.add_argument("--cuda-arch", metavar="N", help="CUDA architecture, such as 90 (default: that of the visible GPU)")
-    parser.add_argument("--rpc", action="store_true", help="also build llama.cpp's RPC backend and ggml-rpc-server, to use devices of other machines")
+    parser.add_argument(
+        "--cuda-arch", metavar="N", help="CUDA architecture, such as 90 (default: that of the visible GPU)"
+    )
+    parser.add_argument(
+        "--rpc",
+        action="store_true",
+        help="also build llama.cpp's RPC backend and ggml-rpc-server, to use devices of other machines",
+    )
     parser.add_argument("--debug", action="store_true", help="unoptimised, with assertions and debug information")
     parser.add_argument("--sanitize", action="store_true", help="ASan and UBSan: libllama and our test programs only")
-    parser.add_argument("--upstream", action="store_true", help="build unpatched llama.cpp with the same flags, to compare with")
-    parser.add_argument("--source", metavar="DIR", type=Path, help="use this llama.cpp tree instead of the pinned one (it is copied, not changed)")
-    parser.add_argument("--jobs", "-j", metavar="N", type=int, default=os.cpu_count() or 1, help="compile N files at once (default: %(default)s)")
+    parser.add_argument(
+        "--upstream", action="store_true", help="build unpatched llama.cpp with the same flags, to compare with"
+    )
+    parser.add_argument(
+        "--source",
+        metavar="DIR",
+        type=Path,
+        help="use this llama.cpp tree instead of the pinned one (it is copied, not changed)",
+    )
+    parser.add_argument(
+        "--jobs",
+        "-j",
+        metavar="N",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="compile N files at once (default: %(default)s)",
+    )
     parser.add_argument("command", nargs="?", choices=["env", "demo", "test"], help=argparse.SUPPRESS)
     parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -133,6 +166,7 @@ def digest(*parts):
 
 # ---- Python environment ----------------------------------------------------------------------------------------------
 
+
 def prepare_environment():
     """.venv with the package, the stock bindings and the build tools. Does nothing when its stamp is current."""
     pins = upstream_pins()
@@ -145,7 +179,9 @@ def prepare_environment():
     if not environment_works():
         made = subprocess.run([sys.executable, "-m", "venv", "--clear", str(VENV)], capture_output=True)
         if made.returncode != 0:
-            raise BuildError(f"{sys.executable} cannot make a virtual environment: install its venv module (Debian: apt install python3-venv).")
+            raise BuildError(
+                f"{sys.executable} cannot make a virtual environment: install its venv module (Debian: apt install python3-venv)."
+            )
     stamp.unlink(missing_ok=True)
     tools = ["setuptools>=64", "wheel", "scikit-build-core>=0.9.2"]
     tools += [name for name in ("cmake", "ninja") if not find_tool(name)]
@@ -153,8 +189,15 @@ def prepare_environment():
     pip("install", "--no-build-isolation", "-e", f"{ROOT}[test]", goal="install the package's dependencies")
     sdist = fetch_sdist(pins)
     # the bindings are plain ctypes: with LLAMA_BUILD off nothing is compiled, and they load our libllama
-    pip("install", "--no-deps", "--no-build-isolation", "--force-reinstall", str(sdist),
-        goal="install the llama-cpp-python bindings", CMAKE_ARGS="-DLLAMA_BUILD=OFF")
+    pip(
+        "install",
+        "--no-deps",
+        "--no-build-isolation",
+        "--force-reinstall",
+        str(sdist),
+        goal="install the llama-cpp-python bindings",
+        CMAKE_ARGS="-DLLAMA_BUILD=OFF",
+    )
     stamp.write_text(wanted)
 
 
@@ -174,15 +217,22 @@ def find_tool(name):
 def pip(*args, goal, **environment):
     log = BUILD / "pip.log"
     env = dict(os.environ, PATH=f"{VENV / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}", **environment)
-    done = subprocess.run([str(VENV / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", *args],
-                          env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        [str(VENV / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", *args],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     with open(log, "a") as file:
         file.write(f"$ pip {shlex.join(args)}\n{done.stdout}\n")
     if done.returncode != 0:
         if "DO NOT MATCH THE HASHES" in done.stdout:
             raise BuildError("the package index served an sdist whose hash is not the one pinned in native/UPSTREAM.")
         if re.search("connection (broken|error)|NewConnectionError|Max retries exceeded", done.stdout):
-            raise BuildError(f"pip could not {goal}: the package index cannot be reached (network, proxy, pip's configuration?); see {log}.")
+            raise BuildError(
+                f"pip could not {goal}: the package index cannot be reached (network, proxy, pip's configuration?); see {log}."
+            )
         reasons = [line[7:].rstrip(".") for line in done.stdout.splitlines() if line.startswith("ERROR: ")]
         raise BuildError(f"pip could not {goal} ({reasons[-1] if reasons else 'no reason given'}); see {log}.")
 
@@ -197,18 +247,32 @@ def fetch_sdist(pins):
         requirement = folder / "requirements.txt"
         requirement.write_text(f"llama-cpp-python=={pins['llama_cpp_python']} --hash=sha256:{pins['sdist_sha256']}\n")
         # without isolation pip asks the installed scikit-build-core for the metadata: no second environment, no compiler
-        pip("download", "--no-deps", "--no-build-isolation", "--no-binary", "llama-cpp-python", "--require-hashes",
-            "-r", str(requirement), "-d", str(folder), goal=f"fetch {path.name}")
+        pip(
+            "download",
+            "--no-deps",
+            "--no-build-isolation",
+            "--no-binary",
+            "llama-cpp-python",
+            "--require-hashes",
+            "-r",
+            str(requirement),
+            "-d",
+            str(folder),
+            goal=f"fetch {path.name}",
+        )
     with open(path, "rb") as file:
         found = hashlib.sha256()
         while chunk := file.read(1 << 20):
             found.update(chunk)
     if found.hexdigest() != pins["sdist_sha256"]:
-        raise BuildError(f"{path} has sha256 {found.hexdigest()}, not the one pinned in native/UPSTREAM: delete it and run again.")
+        raise BuildError(
+            f"{path} has sha256 {found.hexdigest()}, not the one pinned in native/UPSTREAM: delete it and run again."
+        )
     return path
 
 
 # ---- source trees ----------------------------------------------------------------------------------------------------
+
 
 def own_source(folder):
     """The llama.cpp tree that --source names."""
@@ -267,12 +331,16 @@ def hwkv_source(pristine, tree):
     overlay = {}
     for part, place in OVERLAY.items():
         if (NATIVE / part).is_dir():
-            overlay.update({f"{place}/{path}": (NATIVE / part / path).read_bytes() for path in files_below(NATIVE / part)})
+            overlay.update(
+                {f"{place}/{path}": (NATIVE / part / path).read_bytes() for path in files_below(NATIVE / part)}
+            )
     if PATCH.exists():
+
         def read(path):
             if path in overlay:
                 return overlay[path]
             return (pristine / path).read_bytes() if (pristine / path).exists() else None
+
         try:
             overlay.update(apply(PATCH.read_bytes(), read))
         except PatchError as error:
@@ -302,24 +370,34 @@ def write(path, data, mode=None):
 
 # ---- configuration ---------------------------------------------------------------------------------------------------
 
+
 def find_compiler():
     """[path, version line] of the C++ compiler, which must know C++17."""
-    command = shlex.split(os.environ.get("CXX", "")) or [next((c for c in ("c++", "g++", "clang++") if shutil.which(c)), "c++")]
+    command = shlex.split(os.environ.get("CXX", "")) or [
+        next((c for c in ("c++", "g++", "clang++") if shutil.which(c)), "c++")
+    ]
     source = "#include <filesystem>\n#include <optional>\nint main() { if constexpr (sizeof(int) > 1) { return std::optional<int>(0).value(); } }\n"
     try:
-        tried = subprocess.run([*command, "-std=c++17", "-fsyntax-only", "-x", "c++", "-"], input=source, capture_output=True, text=True)
+        tried = subprocess.run(
+            [*command, "-std=c++17", "-fsyntax-only", "-x", "c++", "-"], input=source, capture_output=True, text=True
+        )
         version = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout.splitlines()
     except OSError:
         tried = None
     if tried is None or tried.returncode != 0:
-        raise BuildError(f"no C++17 compiler: {command[0]!r} is missing or too old; install g++ or clang (Debian: apt install g++), or set CXX.")
+        raise BuildError(
+            f"no C++17 compiler: {command[0]!r} is missing or too old; install g++ or clang (Debian: apt install g++), or set CXX."
+        )
     return [shutil.which(command[0]), *command[1:], *version[:1]]
 
 
 def compiler_launcher():
     """CMake arguments for ccache. A launcher that the user set is left alone, and a ccache that cannot work is not used."""
-    if any(name.endswith("_COMPILER_LAUNCHER") and name.startswith("CMAKE_C") for name in os.environ) \
-            or "_COMPILER_LAUNCHER" in os.environ.get("CMAKE_ARGS", "") or "ccache" in os.environ.get("CXX", ""):
+    if (
+        any(name.endswith("_COMPILER_LAUNCHER") and name.startswith("CMAKE_C") for name in os.environ)
+        or "_COMPILER_LAUNCHER" in os.environ.get("CMAKE_ARGS", "")
+        or "ccache" in os.environ.get("CXX", "")
+    ):
         return []
     ccache = find_tool("ccache")
     if not ccache:
@@ -328,7 +406,12 @@ def compiler_launcher():
     probe.write_text("int x;\n")
     compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
     try:
-        works = subprocess.run([ccache, *compiler, "-c", str(probe), "-o", str(probe.with_suffix(".o"))], capture_output=True).returncode == 0
+        works = (
+            subprocess.run(
+                [ccache, *compiler, "-c", str(probe), "-o", str(probe.with_suffix(".o"))], capture_output=True
+            ).returncode
+            == 0
+        )
     except OSError:
         works = False
     if not works:
@@ -342,23 +425,41 @@ def cuda_arguments(arch):
     nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
     for setting in ("CUDACXX", "CUDA_PATH", "CUDAToolkit_ROOT"):
         if setting in os.environ:
-            nvcc = os.environ[setting] if setting == "CUDACXX" else shutil.which("nvcc", path=f"{os.environ[setting]}/bin") or nvcc
+            nvcc = (
+                os.environ[setting]
+                if setting == "CUDACXX"
+                else shutil.which("nvcc", path=f"{os.environ[setting]}/bin") or nvcc
+            )
     if not nvcc:
         raise BuildError("--cuda needs the CUDA toolkit: nvcc is neither on PATH nor in /usr/local/cuda/bin.")
-    gpu = subprocess.run(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"], capture_output=True, text=True).stdout \
-        if shutil.which("nvidia-smi") else ""
+    gpu = (
+        subprocess.run(
+            ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"], capture_output=True, text=True
+        ).stdout
+        if shutil.which("nvidia-smi")
+        else ""
+    )
     found = sorted({cap.replace(".", "") for cap in gpu.split() if re.fullmatch(r"\d+\.\d", cap)})
     archs = arch.replace(",", ";").split(";") if arch else found
     if not archs:
-        raise BuildError("--cuda finds no GPU here: name the architecture to build for with --cuda-arch, such as --cuda-arch 90.")
+        raise BuildError(
+            "--cuda finds no GPU here: name the architecture to build for with --cuda-arch, such as --cuda-arch 90."
+        )
     known = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True).stdout.split()
     for name in archs:
         match = re.fullmatch(r"(\d{2,3})[af]?(-real|-virtual)?", name)
         if not match or known and f"compute_{match[1]}" not in known:
             numbers = ", ".join(k.removeprefix("compute_") for k in known)
-            raise BuildError(f"--cuda-arch {name} is not an architecture that {nvcc} can build for{f' ({numbers})' if known else ''}.")
+            raise BuildError(
+                f"--cuda-arch {name} is not an architecture that {nvcc} can build for{f' ({numbers})' if known else ''}."
+            )
     archs = [name if "-" in name else f"{name}-real" for name in archs]
-    arguments = ["-DGGML_CUDA=ON", f"-DCMAKE_CUDA_COMPILER={nvcc}", f"-DCMAKE_CUDA_ARCHITECTURES={';'.join(archs)}", "-DGGML_CUDA_NCCL=OFF"]
+    arguments = [
+        "-DGGML_CUDA=ON",
+        f"-DCMAKE_CUDA_COMPILER={nvcc}",
+        f"-DCMAKE_CUDA_ARCHITECTURES={';'.join(archs)}",
+        "-DGGML_CUDA_NCCL=OFF",
+    ]
     libraries = Path(nvcc).absolute().parent.parent / "lib64"
     if (libraries / "libcublas.so").exists():  # they are found where they are, whether the loader knows them or not
         arguments.append(f"-DCMAKE_INSTALL_RPATH=$ORIGIN;{libraries}")
@@ -369,12 +470,20 @@ def cuda_arguments(arch):
 
 
 def cmake_arguments(args, sanitize, commit):
-    backend = "cpu" if sanitize else "cuda" if args.cuda else "vulkan" if args.vulkan else "metal" if args.metal else "cpu"
+    backend = (
+        "cpu" if sanitize else "cuda" if args.cuda else "vulkan" if args.vulkan else "metal" if args.metal else "cpu"
+    )
     arguments = [
-        "-DLLAMA_OPENSSL=OFF", "-DLLAMA_BUILD_UI=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF", "-DLLAMA_BUILD_APP=OFF",
-        "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_TESTS=ON", "-DGGML_CCACHE=OFF",
+        "-DLLAMA_OPENSSL=OFF",
+        "-DLLAMA_BUILD_UI=OFF",
+        "-DLLAMA_USE_PREBUILT_UI=OFF",
+        "-DLLAMA_BUILD_APP=OFF",
+        "-DLLAMA_BUILD_EXAMPLES=OFF",
+        "-DLLAMA_BUILD_TESTS=ON",
+        "-DGGML_CCACHE=OFF",
         # every binary finds the libraries beside it, wherever the folder is moved
-        f"-DCMAKE_INSTALL_RPATH={'@loader_path' if sys.platform == 'darwin' else '$ORIGIN'}", "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON",
+        f"-DCMAKE_INSTALL_RPATH={'@loader_path' if sys.platform == 'darwin' else '$ORIGIN'}",
+        "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON",
         f"-DGGML_METAL={'ON' if backend == 'metal' else 'OFF'}",
     ]
     if sys.platform.startswith("linux"):
@@ -395,7 +504,11 @@ def cmake_arguments(args, sanitize, commit):
     if sanitize:
         name += "-sanitize"
         flags = "-O1 -g1 -fno-omit-frame-pointer"
-        arguments += ["-DCMAKE_BUILD_TYPE=RelWithDebInfo", f"-DCMAKE_C_FLAGS_RELWITHDEBINFO={flags}", f"-DCMAKE_CXX_FLAGS_RELWITHDEBINFO={flags}"]
+        arguments += [
+            "-DCMAKE_BUILD_TYPE=RelWithDebInfo",
+            f"-DCMAKE_C_FLAGS_RELWITHDEBINFO={flags}",
+            f"-DCMAKE_CXX_FLAGS_RELWITHDEBINFO={flags}",
+        ]
         arguments += [f"-D{part}_SANITIZE_{kind}=ON" for part in ("LLAMA", "GGML") for kind in ("ADDRESS", "UNDEFINED")]
     elif args.debug:
         name += "-debug"
@@ -427,13 +540,18 @@ def configure(source, folder, arguments, compiler, env):
     shutil.rmtree(folder / "CMakeFiles", ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     record.unlink(missing_ok=True)
-    done = subprocess.run([cmake, "-S", str(source), "-B", str(folder), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}", *arguments],
-                          env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        [cmake, "-S", str(source), "-B", str(folder), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}", *arguments],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     (folder / "configure.log").write_text(done.stdout)
     if done.returncode != 0:
         lines = done.stdout.splitlines()
         at = next((i for i, line in enumerate(lines) if line.startswith("CMake Error")), len(lines))
-        reason = " ".join(line.strip() for line in lines[at + 1:at + 6] if line.strip()) or "no reason given"
+        reason = " ".join(line.strip() for line in lines[at + 1 : at + 6] if line.strip()) or "no reason given"
         raise BuildError(f"cmake cannot configure this build ({reason.rstrip('.')}); see {folder / 'configure.log'}.")
     record.write_text(json.dumps(config, indent=1))
 

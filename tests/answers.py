@@ -13,21 +13,38 @@ TOP = 5
 class Answer:
     tokens: list[int]
     top: list[dict[int, float]]  # per token: {token: log-probability} of the best TOP
-    n_read: int                  # prompt tokens evaluated for it
-    n_cached: int                # prompt tokens taken from the cache
+    n_read: int  # prompt tokens evaluated for it
+    n_cached: int  # prompt tokens taken from the cache
 
 
 def ask(server, prompt, n_predict=6, **more):
     """One greedy completion of token ids through llama-server."""
-    return from_reply(server.post("/completion", {"prompt": prompt, "n_predict": n_predict, "temperature": 0, "n_probs": TOP, "seed": 1,
-                                                  "cache_prompt": True, "return_tokens": True, "ignore_eos": True, **more}))
+    return from_reply(
+        server.post(
+            "/completion",
+            {
+                "prompt": prompt,
+                "n_predict": n_predict,
+                "temperature": 0,
+                "n_probs": TOP,
+                "seed": 1,
+                "cache_prompt": True,
+                "return_tokens": True,
+                "ignore_eos": True,
+                **more,
+            },
+        )
+    )
 
 
 def from_reply(reply):
     steps = reply["completion_probabilities"]
-    return Answer([step["id"] for step in steps],
-                  [{c["id"]: c["logprob"] for c in step["top_logprobs"]} for step in steps],
-                  reply["timings"]["prompt_n"], reply["timings"]["cache_n"])
+    return Answer(
+        [step["id"] for step in steps],
+        [{c["id"]: c["logprob"] for c in step["top_logprobs"]} for step in steps],
+        reply["timings"]["prompt_n"],
+        reply["timings"]["cache_n"],
+    )
 
 
 def difference(answer, fresh):
@@ -56,5 +73,7 @@ def assert_same(answer, fresh, noise, what):
     """Fails where the answers differ by more than the noise of batch splits allows."""
     if not is_same(answer, fresh, noise):
         largest, step, gap = difference(answer, fresh)
-        raise AssertionError(f"{what}: log-probabilities differ by {largest:.4f}, noise of batch splits is {noise:.4f}"
-                             + ("" if step is None else f"; token {step} differs, where the best two are {gap:.4f} apart"))
+        raise AssertionError(
+            f"{what}: log-probabilities differ by {largest:.4f}, noise of batch splits is {noise:.4f}"
+            + ("" if step is None else f"; token {step} differs, where the best two are {gap:.4f} apart")
+        )

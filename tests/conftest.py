@@ -18,6 +18,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # real models
 
+
 @pytest.fixture(scope="session")
 def mini_hybrid():
     """Path of a trained qwen35 miniature: layers 3 and 7 of 8 take windows, 4 KV heads of 64."""
@@ -41,6 +42,7 @@ def gemma3():
 
 
 # made-up models
+
 
 @pytest.fixture(scope="session")
 def random_models():
@@ -118,6 +120,7 @@ def metadata_gguf(tmp_path):
 
 # the command
 
+
 @pytest.fixture
 def hwkv(capsys):
     """hwkv("info", path) -> (exit code, stdout, stderr), in this process."""
@@ -140,13 +143,19 @@ def hwkv_process():
     """hwkv_process("info", path): the command in a process of its own, as a finished subprocess.run."""
 
     def run(*words, **options):
-        return subprocess.run([sys.executable, "-m", "hwkv_llamacpp", *map(str, words)], text=True, capture_output=True,
-                              timeout=120, **options)
+        return subprocess.run(
+            [sys.executable, "-m", "hwkv_llamacpp", *map(str, words)],
+            text=True,
+            capture_output=True,
+            timeout=120,
+            **options,
+        )
 
     return run
 
 
 # file systems
+
 
 @pytest.fixture
 def tmpfs(tmp_path):
@@ -157,8 +166,9 @@ def tmpfs(tmp_path):
         folder = tmp_path / f"tmpfs-{len(mounted)}"
         folder.mkdir()
         options = f"size={size}" + (",ro" if read_only else "")
-        done = shutil.which("mount") and subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder],
-                                                        capture_output=True, text=True)
+        done = shutil.which("mount") and subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, text=True
+        )
         if not done or done.returncode:
             pytest.skip(f"cannot mount a small file system: {done.stderr.strip() if done else 'no mount command'}")
         mounted.append(folder)

@@ -31,9 +31,13 @@ def _write(model, path):
     for field in model.fields.values():
         if not field.name.startswith("GGUF.") and field.name != "general.architecture":
             value = 0 if field.name == "general.file_type" else field.contents()  # 0: all F32
-            writer.add_key_value(field.name, value, field.types[0], field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None)
+            writer.add_key_value(
+                field.name, value, field.types[0], field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
+            )
     for tensor in model.tensors:
-        writer.add_tensor(tensor.name, dequantize(tensor.data, GGMLQuantizationType(tensor.tensor_type)).astype(np.float32))
+        writer.add_tensor(
+            tensor.name, dequantize(tensor.data, GGMLQuantizationType(tensor.tensor_type)).astype(np.float32)
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

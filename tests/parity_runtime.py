@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import numpy as np
 from gguf.constants import GGMLQuantizationType
 
-from hwkv_llamacpp.runtime import llama_log, native
 from hwkv_llamacpp.policy.footprint import CACHE_TYPES
+from hwkv_llamacpp.runtime import llama_log, native
 
 llama_cpp = native.load()
 
@@ -113,8 +113,12 @@ class Context:
                 raise RuntimeError(f"llama_decode returned {status}: {llama_log.reason(log)}")
         finally:
             llama_cpp.llama_batch_free(batch)
-        rows = [np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self.ctx, int(p) - self.n_past),
-                                      (self.n_vocab,)).copy() for p in positions]
+        rows = [
+            np.ctypeslib.as_array(
+                llama_cpp.llama_get_logits_ith(self.ctx, int(p) - self.n_past), (self.n_vocab,)
+            ).copy()
+            for p in positions
+        ]
         self.n_past += len(tokens)
         return np.array(rows, np.float32).reshape(len(rows), self.n_vocab)
 
@@ -124,5 +128,6 @@ class Context:
         starts = list(range(0, n_prefill, chunk)) + list(range(n_prefill, len(tokens)))
         ends = starts[1:] + [len(tokens)]
         positions = sorted(positions)
-        return np.concatenate([self.decode(tokens[a:b], [p for p in positions if a <= p < b])
-                               for a, b in zip(starts, ends)])
+        return np.concatenate(
+            [self.decode(tokens[a:b], [p for p in positions if a <= p < b]) for a, b in zip(starts, ends)]
+        )

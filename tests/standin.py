@@ -30,8 +30,15 @@ def segfault():
     ctypes.string_at(0)
 
 
-ENDS = {"oom": out_of_memory, "abort": os.abort, "segfault": segfault, "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-        "exit0": lambda: os._exit(0), "hang": lambda: time.sleep(600), "error": lambda: (say("error: something else"), os._exit(3))}
+ENDS = {
+    "oom": out_of_memory,
+    "abort": os.abort,
+    "segfault": segfault,
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "exit0": lambda: os._exit(0),
+    "hang": lambda: time.sleep(600),
+    "error": lambda: (say("error: something else"), os._exit(3)),
+}
 
 
 def argument(name, default=None):
@@ -89,8 +96,15 @@ class Handler(BaseHTTPRequestHandler):
         time.sleep(0.05)
         if phase == "decode":
             ENDS[name]()
-        timings = {"prompt_n": n, "cache_n": 0, "predicted_n": n_predict, "prompt_ms": 10.0, "predicted_ms": 10.0,
-                   "prompt_per_second": n * 100.0, "predicted_per_second": n_predict * 100.0}
+        timings = {
+            "prompt_n": n,
+            "cache_n": 0,
+            "predicted_n": n_predict,
+            "prompt_ms": 10.0,
+            "predicted_ms": 10.0,
+            "prompt_per_second": n * 100.0,
+            "predicted_per_second": n_predict * 100.0,
+        }
         if name == "cached":
             timings |= {"prompt_n": 1, "cache_n": n - 1}
         if name == "short":
@@ -106,7 +120,9 @@ def main():
         say("couldn't bind HTTP server socket, hostname: 127.0.0.1")
         sys.exit(1)
     n_cells = -(-int(argument("-c")) // 256) * 256
-    say(f"llama_kv_cache: size = {n_cells * 2048 / 2**20:7.2f} MiB ({n_cells} cells, 2 layers, 1/1 seqs), K (f16): 0 MiB, V (f16): 0 MiB")
+    say(
+        f"llama_kv_cache: size = {n_cells * 2048 / 2**20:7.2f} MiB ({n_cells} cells, 2 layers, 1/1 seqs), K (f16): 0 MiB, V (f16): 0 MiB"
+    )
     if end and end[1] == "start" and end[0] in ENDS:
         ENDS[end[0]]()
     Handler.end = end

@@ -25,7 +25,9 @@ with replacing(sys.argv[1]) as file:
 @pytest.fixture
 def writer(tmp_path):
     """A process that has written half of a file."""
-    process = subprocess.Popen([sys.executable, "-c", WRITER, tmp_path / "other.gguf"], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER, tmp_path / "other.gguf"], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout.readline() == "writing\n"
     yield process
     process.kill()
@@ -59,7 +61,11 @@ def test_what_a_killed_process_left_is_removed(writer, tmp_path, monkeypatch):
 def test_files_and_links_being_written_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(atomic, "ABANDONED_AFTER", 0)
     write(tmp_path / "shard")
-    with replacing(tmp_path / "a") as a, replacing(tmp_path / "b", link_to=tmp_path / "shard") as linked, replacing(tmp_path / "c") as c:
+    with (
+        replacing(tmp_path / "a") as a,
+        replacing(tmp_path / "b", link_to=tmp_path / "shard") as linked,
+        replacing(tmp_path / "c") as c,
+    ):
         assert linked is None
         a.write(b"a")
         c.write(b"c")

@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from hwkv_llamacpp import HwkvError, ModelGeometry
-from hwkv_llamacpp.measure import boundary, ending, case as measure, memory_limit, records
+from hwkv_llamacpp.measure import boundary, ending, memory_limit, records
+from hwkv_llamacpp.measure import case as measure
 from hwkv_llamacpp.report.comparison import make_sections
 
 STANDIN = Path(__file__).parent / "standin.py"
@@ -56,21 +57,30 @@ def case(standin, mini_hybrid):
 
 # ends
 
-@pytest.mark.parametrize("end, status, phase, cause", [
-    ("ok", "ok", "end", None),
-    ("oom-start", "out of memory", "start", "failed to allocate buffer of size 123456789"),
-    ("oom-prefill", "out of memory", "prefill", "failed to allocate buffer of size 123456789"),
-    ("oom-decode", "out of memory", "decode", "failed to allocate buffer of size 123456789"),
-    ("abort-prefill", "failed", "prefill", "killed by SIGABRT"),
-    ("segfault-decode", "failed", "decode", "killed by SIGSEGV"),
-    ("kill-prefill", "failed", "prefill", "killed by SIGKILL"),  # by somebody: not by the kernel for memory
-    ("exit0-start", "failed", "start", "exit code 0"),
-    ("exit0-decode", "failed", "decode", "exit code 0"),
-    ("error-start", "failed", "start", "exit code 3: error: something else"),
-    ("garbage", "failed", "prefill", "something else than JSON"),
-    ("cached", "failed", "decode", "1020 prompt tokens and 4 generated ones expected, llama-server reports 1 (and 1019 from a cache) and 4"),
-    ("short", "failed", "decode", "reports 1020 (and 0 from a cache) and 1"),
-])
+
+@pytest.mark.parametrize(
+    "end, status, phase, cause",
+    [
+        ("ok", "ok", "end", None),
+        ("oom-start", "out of memory", "start", "failed to allocate buffer of size 123456789"),
+        ("oom-prefill", "out of memory", "prefill", "failed to allocate buffer of size 123456789"),
+        ("oom-decode", "out of memory", "decode", "failed to allocate buffer of size 123456789"),
+        ("abort-prefill", "failed", "prefill", "killed by SIGABRT"),
+        ("segfault-decode", "failed", "decode", "killed by SIGSEGV"),
+        ("kill-prefill", "failed", "prefill", "killed by SIGKILL"),  # by somebody: not by the kernel for memory
+        ("exit0-start", "failed", "start", "exit code 0"),
+        ("exit0-decode", "failed", "decode", "exit code 0"),
+        ("error-start", "failed", "start", "exit code 3: error: something else"),
+        ("garbage", "failed", "prefill", "something else than JSON"),
+        (
+            "cached",
+            "failed",
+            "decode",
+            "1020 prompt tokens and 4 generated ones expected, llama-server reports 1 (and 1019 from a cache) and 4",
+        ),
+        ("short", "failed", "decode", "reports 1020 (and 0 from a cache) and 1"),
+    ],
+)
 def test_every_end_has_its_cause(case, end, status, phase, cause):
     row = case(end)
     assert (row.status, row.phase) == (status, phase)
@@ -78,8 +88,14 @@ def test_every_end_has_its_cause(case, end, status, phase, cause):
     assert row.wall_s < 15  # nobody waited for a timeout
 
 
-@pytest.mark.parametrize("end, phase, settings", [("hang-start", "start", {"start_timeout_s": 1}), ("hang-prefill", "prefill", {"timeout_s": 1}),
-                                                  ("hang-decode", "decode", {"timeout_s": 5})])
+@pytest.mark.parametrize(
+    "end, phase, settings",
+    [
+        ("hang-start", "start", {"start_timeout_s": 1}),
+        ("hang-prefill", "prefill", {"timeout_s": 1}),
+        ("hang-decode", "decode", {"timeout_s": 5}),
+    ],
+)
 def test_a_hang_ends_at_the_timeout(case, end, phase, settings):
     row = case(end, **settings)
     assert (row.status, row.phase, row.cause) == ("timeout", phase, f"no end after {next(iter(settings.values()))} s")
@@ -103,15 +119,21 @@ def test_what_a_phase_survived_is_not_its_end(tmp_path):
     assert ending.failed(Server, 1, since=Server.log().index("b:")).status == "failed"
 
 
-@pytest.mark.parametrize("line, is_memory", [
-    ("CUDA error: out of memory", True),
-    ("ggml_backend_cuda_buffer_type_alloc_buffer: allocating 512.00 MiB on device 0: cudaMalloc failed: out of memory", True),
-    ("terminate called after throwing an instance of 'std::bad_alloc'", True),
-    ("llama_init_from_model: failed to initialize the context: failed to allocate buffer for kv cache", True),
-    ("ggml_vulkan: vk::Device::allocateMemory: ErrorOutOfDeviceMemory", True),
-    ("ggml_cuda_host_malloc: failed to allocate 512.00 MiB of pinned memory: no error", False),
-    ("GGML_ASSERT(n_tokens > 0) failed", False),
-])
+@pytest.mark.parametrize(
+    "line, is_memory",
+    [
+        ("CUDA error: out of memory", True),
+        (
+            "ggml_backend_cuda_buffer_type_alloc_buffer: allocating 512.00 MiB on device 0: cudaMalloc failed: out of memory",
+            True,
+        ),
+        ("terminate called after throwing an instance of 'std::bad_alloc'", True),
+        ("llama_init_from_model: failed to initialize the context: failed to allocate buffer for kv cache", True),
+        ("ggml_vulkan: vk::Device::allocateMemory: ErrorOutOfDeviceMemory", True),
+        ("ggml_cuda_host_malloc: failed to allocate 512.00 MiB of pinned memory: no error", False),
+        ("GGML_ASSERT(n_tokens > 0) failed", False),
+    ],
+)
 def test_what_counts_as_out_of_memory(line, is_memory):
     assert bool(ending.memory_line(f"$ command\n0.01.000 E {line}\n")) == is_memory
 
@@ -130,8 +152,10 @@ def test_the_kernels_kill_is_out_of_memory():
 
 
 def test_a_group_that_a_killed_run_left_is_removed():
-    code = ("import os, signal\nfrom hwkv_llamacpp.measure import memory_limit\nwith memory_limit.memory_group() as group:\n"
-            "    print(getattr(group, 'folder', ''), flush=True)\n    os.kill(os.getpid(), signal.SIGKILL)")
+    code = (
+        "import os, signal\nfrom hwkv_llamacpp.measure import memory_limit\nwith memory_limit.memory_group() as group:\n"
+        "    print(getattr(group, 'folder', ''), flush=True)\n    os.kill(os.getpid(), signal.SIGKILL)"
+    )
     left = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
     if not left:
         pytest.skip("no control group can be made here")
@@ -144,14 +168,26 @@ def test_address_space_limit_where_there_is_no_control_group(monkeypatch):
     monkeypatch.setattr(memory_limit, "_own_groups", lambda: [])
     with memory_limit.memory_group(256 * 2**20) as group:
         assert group.kind == "address space"
-        done = subprocess.run([sys.executable, "-c", "x = bytearray(512 * 2**20)"], preexec_fn=group.enter, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", "x = bytearray(512 * 2**20)"], preexec_fn=group.enter, capture_output=True, text=True
+        )
         assert "MemoryError" in done.stderr
 
 
 # rows
 
+
 def test_rows_come_back_as_written(tmp_path):
-    row = records.Row("grid", "full", 2048, status="ok", peak_bytes=5, kv_layers=[[3, 256, [None, 64]]], settings={"n_predict": 4}, samples=[[0.1, 5]])
+    row = records.Row(
+        "grid",
+        "full",
+        2048,
+        status="ok",
+        peak_bytes=5,
+        kv_layers=[[3, 256, [None, 64]]],
+        settings={"n_predict": 4},
+        samples=[[0.1, 5]],
+    )
     path = tmp_path / "deep" / "rows.jsonl"
     records.append(path, row)
     records.append(path, dataclasses.replace(row, round=1))
@@ -172,11 +208,15 @@ except HwkvError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.stdout == f"{tmp_path / 'rows.jsonl'}: cannot write: the row was cut short; is the disk full?\n", done.stderr
+    assert done.stdout == f"{tmp_path / 'rows.jsonl'}: cannot write: the row was cut short; is the disk full?\n", (
+        done.stderr
+    )
     assert records.read(tmp_path / "rows.jsonl") == []
 
 
-@pytest.mark.parametrize("left", [b'{"kind": "grid", "arm": "full", "n_', b'{"ki', b"{", bytes(40)])  # NULs: the power failed
+@pytest.mark.parametrize(
+    "left", [b'{"kind": "grid", "arm": "full", "n_', b'{"ki', b"{", bytes(40)]
+)  # NULs: the power failed
 def test_a_line_cut_short_is_left_out_and_not_glued_to_the_next(tmp_path, capsys, left):
     path = tmp_path / "rows.jsonl"
     row = records.Row("grid", "full", 2048, status="ok")
@@ -187,13 +227,17 @@ def test_a_line_cut_short_is_left_out_and_not_glued_to_the_next(tmp_path, capsys
     assert "line 2 was cut short" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("line, message", [
-    ("[1]", "not a row of measurements"), ("nonsense", "not a row of measurements"),
-    ('{"kind": "grid", "arm": "full", "n_ctx": 1, "version": 2}', "key 'version' is 2, 1 expected"),
-    ('{"kind": "grid", "arm": "full", "n_ctx": 1, "version": 1, "speed": 1}', "unknown key 'speed'"),
-    ('{"kind": "grid", "n_ctx": 1, "version": 1}', "key 'arm' is missing"),
-    ('{"kind": "grid", "arm": "full", "n_ctx": 1, "version": 1, "status": "great"}', "key 'status' is 'great'"),
-])
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("[1]", "not a row of measurements"),
+        ("nonsense", "not a row of measurements"),
+        ('{"kind": "grid", "arm": "full", "n_ctx": 1, "version": 2}', "key 'version' is 2, 1 expected"),
+        ('{"kind": "grid", "arm": "full", "n_ctx": 1, "version": 1, "speed": 1}', "unknown key 'speed'"),
+        ('{"kind": "grid", "n_ctx": 1, "version": 1}', "key 'arm' is missing"),
+        ('{"kind": "grid", "arm": "full", "n_ctx": 1, "version": 1, "status": "great"}', "key 'status' is 'great'"),
+    ],
+)
 def test_foreign_rows_are_refused(tmp_path, line, message):
     path = tmp_path / "rows.jsonl"
     path.write_text(line + "\n")
@@ -203,6 +247,7 @@ def test_foreign_rows_are_refused(tmp_path, line, message):
 
 
 # the search for a boundary
+
 
 def search(fits, highest=200_000, guess=8000, grid=1024, lowest=1):
     """(Boundary, [(n_ctx, step, round) tried]); fits(n_ctx, step, round) -> status."""
@@ -222,7 +267,9 @@ def test_the_boundary_is_found_from_any_guess(guess):
     found, tried = search(lambda n, *_: "ok" if n <= 38_000 else "out of memory", guess=guess)
     assert (found.last_success, found.first_failure, found.confirmed) == (37 * 1024, 38 * 1024, True)
     assert len(tried) < 30
-    assert [t for t in tried if t[1] != "search"] == [(n, step, r) for r in range(3) for n, step in ((37 * 1024, "last success"), (38 * 1024, "first failure"))]
+    assert [t for t in tried if t[1] != "search"] == [
+        (n, step, r) for r in range(3) for n, step in ((37 * 1024, "last success"), (38 * 1024, "first failure"))
+    ]
 
 
 def test_disagreeing_repetitions_are_told_and_nothing_is_picked():
@@ -241,12 +288,22 @@ def test_a_crash_is_no_boundary():
 
 
 def test_a_crash_that_does_not_come_back_is_passed_over():
-    found, _ = search(lambda n, step, r: "timeout" if n == 8192 and step == "search" and r == 0 else "ok" if n <= 38_000 else "out of memory", guess=8192)
+    found, _ = search(
+        lambda n, step, r: (
+            "timeout" if n == 8192 and step == "search" and r == 0 else "ok" if n <= 38_000 else "out of memory"
+        ),
+        guess=8192,
+    )
     assert found.confirmed
 
 
-@pytest.mark.parametrize("fits, note", [(lambda n, *_: "ok", "no failure up to 199,680 tokens, the highest tried"),
-                                        (lambda n, *_: "out of memory", "not even 1,024 tokens fit")])
+@pytest.mark.parametrize(
+    "fits, note",
+    [
+        (lambda n, *_: "ok", "no failure up to 199,680 tokens, the highest tried"),
+        (lambda n, *_: "out of memory", "not even 1,024 tokens fit"),
+    ],
+)
 def test_no_boundary_in_reach(fits, note):
     found, _ = search(fits)
     assert (found.confirmed, found.note) == (False, note)
@@ -254,13 +311,16 @@ def test_no_boundary_in_reach(fits, note):
 
 def test_the_search_stays_in_its_range():
     """From the least context that a prompt fits into to the highest asked for."""
-    for fits, note in ((lambda n, *_: "ok", "no failure up to 3,072 tokens, the highest tried"),
-                       (lambda n, *_: "out of memory", "not even 2,048 tokens fit")):
+    for fits, note in (
+        (lambda n, *_: "ok", "no failure up to 3,072 tokens, the highest tried"),
+        (lambda n, *_: "out of memory", "not even 2,048 tokens fit"),
+    ):
         found, tried = search(fits, highest=4000, lowest=2000)
         assert found.note == note and {n for n, *_ in tried} <= {2048, 3072}
 
 
 # the command
+
 
 def bench(hwkv, *words):
     return hwkv("bench", *words, "-n", 4, "--timeout", 20, "--start-timeout", 20)
@@ -273,8 +333,10 @@ def test_a_grid_interleaves_its_arms_and_resumes(standin, hwkv, mini_hybrid, pol
     rows = records.read(out)
     assert len(rows) == 12 and {row.status for row in rows} == {"ok"}
     assert [row.arm for row in rows[:3]] == ["upstream", "full", "windows"]
-    assert all(sorted(row.arm for row in rows[i:i + 3]) == ["full", "upstream", "windows"] for i in range(0, 12, 3))
-    assert len({row.arm for row in rows[:6:3]}) == len({row.arm for row in rows[::6]}) == 2  # by context and by round another arm is first
+    assert all(sorted(row.arm for row in rows[i : i + 3]) == ["full", "upstream", "windows"] for i in range(0, 12, 3))
+    assert (
+        len({row.arm for row in rows[:6:3]}) == len({row.arm for row in rows[::6]}) == 2
+    )  # by context and by round another arm is first
     assert all(row.peak_bytes and row.samples and row.kv_bytes and row.machine and row.model_sha256 for row in rows)
     assert "--hwkv-policy" not in rows[0].arguments and "windows.json" in rows[2].arguments
     assert not any("/" in word for row in rows for word in row.arguments)  # no folders of this machine
@@ -302,26 +364,64 @@ def test_what_failed_is_tried_again(standin, hwkv, mini_hybrid, tmp_path, end):
     assert code == 0 and "1,024" in text, err
     rows = records.read(tmp_path / "run.jsonl")
     assert [(row.n_ctx, row.status == "ok") for row in rows] == [(512, True), (1024, False), (1024, True)]
-    assert [row.status for section in make_sections(rows) for row in section.rows] == ["ok"] * 4  # two views of two cases
+    assert [row.status for section in make_sections(rows) for row in section.rows] == [
+        "ok"
+    ] * 4  # two views of two cases
 
 
 def test_a_scan_finds_both_boundaries(standin, hwkv, mini_hybrid, policy, tmp_path):
     standin("oom-prefill>3000")
     out = tmp_path / "run.jsonl"
-    code, _, err = bench(hwkv, "capacity", mini_hybrid, "--policy", policy, "--arms", "full,policy", "--memory-limit", "200MiB", "-o", out)
+    code, _, err = bench(
+        hwkv,
+        "capacity",
+        mini_hybrid,
+        "--policy",
+        policy,
+        "--arms",
+        "full,policy",
+        "--memory-limit",
+        "200MiB",
+        "-o",
+        out,
+    )
     assert code == 0, err
     assert "full: 3 of 3 runs succeeded at 2,048 tokens, 3 of 3 ran out of memory at 3,072" in err
     assert "windows: 3 of 3 runs succeeded at 2,048 tokens, 3 of 3 ran out of memory at 3,072" in err
     rows = records.read(out)
     assert {row.memory_limit_kind for row in rows} <= {"cgroup v1", "cgroup v2", "address space"}
-    code, _, err = bench(hwkv, "capacity", mini_hybrid, "--policy", policy, "--arms", "full,policy", "--memory-limit", "200MiB", "-o", out)
+    code, _, err = bench(
+        hwkv,
+        "capacity",
+        mini_hybrid,
+        "--policy",
+        policy,
+        "--arms",
+        "full,policy",
+        "--memory-limit",
+        "200MiB",
+        "-o",
+        out,
+    )
     assert code == 0 and len(records.read(out)) == len(rows)  # everything was there
 
 
 def test_a_scan_says_when_confirmations_disagree(standin, hwkv, mini_hybrid, tmp_path, monkeypatch):
     monkeypatch.setenv("STANDIN_COUNT", str(tmp_path / "count"))
     standin("flaky")
-    code, _, err = bench(hwkv, "capacity", mini_hybrid, "--arms", "full", "--memory-limit", "200MiB", "--highest", 8192, "-o", tmp_path / "run.jsonl")
+    code, _, err = bench(
+        hwkv,
+        "capacity",
+        mini_hybrid,
+        "--arms",
+        "full",
+        "--memory-limit",
+        "200MiB",
+        "--highest",
+        8192,
+        "-o",
+        tmp_path / "run.jsonl",
+    )
     assert code == 1 and "not confirmed" in err.splitlines()[-1]
 
 
@@ -330,8 +430,14 @@ def test_a_killed_run_leaves_no_server_and_goes_on(standin, hwkv, mini_hybrid, t
     standin("hang-prefill>600")
     out = tmp_path / "run.jsonl"
     words = ["memory", mini_hybrid, "--arms", "full", "-c", "512,1024", "-r", "1", "-o", out]
-    process = subprocess.Popen([sys.executable, "-m", "hwkv_llamacpp", "bench", *map(str, words), "-n", "4"], stderr=subprocess.DEVNULL)
-    server = wait_for(lambda: out.exists() and [child for child in psutil.Process(process.pid).children() if "1024" in child.cmdline()])[0]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hwkv_llamacpp", "bench", *map(str, words), "-n", "4"], stderr=subprocess.DEVNULL
+    )
+    server = wait_for(
+        lambda: (
+            out.exists() and [child for child in psutil.Process(process.pid).children() if "1024" in child.cmdline()]
+        )
+    )[0]
     process.send_signal(sent)
     assert process.wait(20) != 0
     wait_for(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE)
@@ -355,34 +461,83 @@ def wait_for(condition, seconds=20):
 
 def test_a_case_that_fails_makes_the_run_fail(standin, hwkv, mini_hybrid, tmp_path):
     standin("segfault-prefill>600")
-    code, _, err = bench(hwkv, "memory", mini_hybrid, "--arms", "full", "-c", "512,1024", "-r", 1, "-o", tmp_path / "run.jsonl")
+    code, _, err = bench(
+        hwkv, "memory", mini_hybrid, "--arms", "full", "-c", "512,1024", "-r", 1, "-o", tmp_path / "run.jsonl"
+    )
     assert code == 1
-    assert err.splitlines()[-1] == "error: 1 of 2 cases did not succeed, the first is full at 1024: failed in prefill, killed by SIGSEGV"
+    assert (
+        err.splitlines()[-1]
+        == "error: 1 of 2 cases did not succeed, the first is full at 1024: failed in prefill, killed by SIGSEGV"
+    )
 
 
-@pytest.mark.parametrize("words, code, message", [
-    (["memory", "MODEL", "--arms", "ours", "-c", 512], 2, "'ours' is not an arm: upstream, full, policy expected"),
-    (["memory", "MODEL", "-c", 512], 1, "the arm 'policy' needs --policy: MODEL carries none"),
-    (["memory", "MODEL", "--arms", "full", "-c", "512,big"], 2, "'big' is not a number of tokens from 1 to 2147483647"),
-    (["memory", "MODEL", "--arms", "full", "-c", "00000000000199999999999999"], 2, "is not a number of tokens from 1 to 2147483647"),
-    (["memory", "MODEL", "--arms", "full", "-c", 512, "-t", -3], 2, "'-3' is not a number from 1 to 2147483647"),
-    (["memory", "MODEL", "--arms", "full", "-c", 512, "--start-timeout", "inf"], 2, "'inf' is not a number of seconds above 0 and up to 2147483647"),
-    (["memory", "MODEL", "--arms", "full", "-c", 512, "--timeout", "nan"], 2, "'nan' is not a number of seconds above 0 and up to 2147483647"),
-    (["memory", "MODEL", "--arms", "full", "-c", 512, "--logs", "MODEL"], 1, "cannot write: File exists"),
-    (["memory", "MODEL", "--arms", "full", "--policy", "p.json", "-c", 512], 1, "--policy p.json is given, but --arms has no policy"),
-    (["capacity", "MODEL", "--arms", "full", "--memory-limit", "200MiB", "--highest", 500], 1,
-     "--highest is 500: no multiple of --grid 1024 from 5 up to it"),
-    (["memory", "MODEL", "--arms", "full", "-c", 4], 1, "a context of 4 leaves no room for a prompt before 4 generated tokens"),
-    (["memory", "MODEL", "--arms", "full", "-c", 512, "--memory-limit", "2MiB"], 1, "--memory-limit is 2 MiB, below the 3.1 MiB of the weights alone."),
-    (["memory", "MODEL", "--arms", "full", "-c", 512, "--memory-limit", "lots"], 2, "'lots' is not a size such as 24GiB, 24GB or 300MiB"),
-    (["memory", "MODEL", "--arms", "full", "-c", 512, "-ngl", 99], 1,
-     "-ngl 99 asks for a GPU, and the build in use (cpu) has none: run ./build.sh --cuda or --vulkan."),
-    (["capacity", "MODEL", "--arms", "full"], 1,
-     "on a CPU the capacity needs --memory-limit, such as 3GiB: without one the machine itself would run out."),
-    (["memory", "no.gguf", "--arms", "full", "-c", 512], 1, "no.gguf: cannot read: No such file or directory"),
-    (["memory", "MODEL", "--policy", "no.json", "-c", 512], 1, "no.json: cannot read: No such file or directory"),
-    (["memory", "MODEL", "--arms", "full", "-c", 512, "-r", 0], 2, "'0' is not a number from 1 to 2147483647"),
-])
+@pytest.mark.parametrize(
+    "words, code, message",
+    [
+        (["memory", "MODEL", "--arms", "ours", "-c", 512], 2, "'ours' is not an arm: upstream, full, policy expected"),
+        (["memory", "MODEL", "-c", 512], 1, "the arm 'policy' needs --policy: MODEL carries none"),
+        (
+            ["memory", "MODEL", "--arms", "full", "-c", "512,big"],
+            2,
+            "'big' is not a number of tokens from 1 to 2147483647",
+        ),
+        (
+            ["memory", "MODEL", "--arms", "full", "-c", "00000000000199999999999999"],
+            2,
+            "is not a number of tokens from 1 to 2147483647",
+        ),
+        (["memory", "MODEL", "--arms", "full", "-c", 512, "-t", -3], 2, "'-3' is not a number from 1 to 2147483647"),
+        (
+            ["memory", "MODEL", "--arms", "full", "-c", 512, "--start-timeout", "inf"],
+            2,
+            "'inf' is not a number of seconds above 0 and up to 2147483647",
+        ),
+        (
+            ["memory", "MODEL", "--arms", "full", "-c", 512, "--timeout", "nan"],
+            2,
+            "'nan' is not a number of seconds above 0 and up to 2147483647",
+        ),
+        (["memory", "MODEL", "--arms", "full", "-c", 512, "--logs", "MODEL"], 1, "cannot write: File exists"),
+        (
+            ["memory", "MODEL", "--arms", "full", "--policy", "p.json", "-c", 512],
+            1,
+            "--policy p.json is given, but --arms has no policy",
+        ),
+        (
+            ["capacity", "MODEL", "--arms", "full", "--memory-limit", "200MiB", "--highest", 500],
+            1,
+            "--highest is 500: no multiple of --grid 1024 from 5 up to it",
+        ),
+        (
+            ["memory", "MODEL", "--arms", "full", "-c", 4],
+            1,
+            "a context of 4 leaves no room for a prompt before 4 generated tokens",
+        ),
+        (
+            ["memory", "MODEL", "--arms", "full", "-c", 512, "--memory-limit", "2MiB"],
+            1,
+            "--memory-limit is 2 MiB, below the 3.1 MiB of the weights alone.",
+        ),
+        (
+            ["memory", "MODEL", "--arms", "full", "-c", 512, "--memory-limit", "lots"],
+            2,
+            "'lots' is not a size such as 24GiB, 24GB or 300MiB",
+        ),
+        (
+            ["memory", "MODEL", "--arms", "full", "-c", 512, "-ngl", 99],
+            1,
+            "-ngl 99 asks for a GPU, and the build in use (cpu) has none: run ./build.sh --cuda or --vulkan.",
+        ),
+        (
+            ["capacity", "MODEL", "--arms", "full"],
+            1,
+            "on a CPU the capacity needs --memory-limit, such as 3GiB: without one the machine itself would run out.",
+        ),
+        (["memory", "no.gguf", "--arms", "full", "-c", 512], 1, "no.gguf: cannot read: No such file or directory"),
+        (["memory", "MODEL", "--policy", "no.json", "-c", 512], 1, "no.json: cannot read: No such file or directory"),
+        (["memory", "MODEL", "--arms", "full", "-c", 512, "-r", 0], 2, "'0' is not a number from 1 to 2147483647"),
+    ],
+)
 def test_bad_input_is_one_sentence(standin, hwkv, mini_hybrid, tmp_path, words, code, message):
     out = tmp_path / "run.jsonl"
     got, _, err = bench(hwkv, *[mini_hybrid if word == "MODEL" else word for word in words], "-o", out)

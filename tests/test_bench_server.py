@@ -3,17 +3,17 @@
 import dataclasses
 import itertools
 import os
-
 import statistics
 
 import pytest
 
 from hwkv_llamacpp import HwkvError, ModelGeometry, Policy
 from hwkv_llamacpp.baselines import handmade
-from hwkv_llamacpp.measure import case as measure, memory_limit, records
-from hwkv_llamacpp.runtime import native
-from hwkv_llamacpp.report.comparison import same_kv
+from hwkv_llamacpp.measure import case as measure
+from hwkv_llamacpp.measure import memory_limit, records
 from hwkv_llamacpp.policy.footprint import predict
+from hwkv_llamacpp.report.comparison import same_kv
+from hwkv_llamacpp.runtime import native
 
 MIB = 2**20
 N_CTX = 6144
@@ -60,12 +60,18 @@ def test_allocated_kv_is_the_predicted_one_in_every_row(run):
 def test_the_predicted_peak_is_near_the_measured_one(run):
     for row in run:
         assert row.peak_counts == "resident set, high-water mark"
-        assert row.predicted_peak_bytes == pytest.approx(row.peak_bytes, rel=0.06)  # 3 % on models of some size; this one is all process
+        assert row.predicted_peak_bytes == pytest.approx(
+            row.peak_bytes, rel=0.06
+        )  # 3 % on models of some size; this one is all process
 
 
 def test_the_peak_is_between_breakdown_and_high_water_mark(run):
     for row in run:
-        assert sum(sum(parts.values()) for parts in row.breakdown.values()) < row.rss_sampled_peak_bytes <= row.rss_peak_bytes
+        assert (
+            sum(sum(parts.values()) for parts in row.breakdown.values())
+            < row.rss_sampled_peak_bytes
+            <= row.rss_peak_bytes
+        )
         assert row.rss_anon_peak_bytes + row.rss_file_peak_bytes >= row.rss_sampled_peak_bytes
         assert max(n_bytes for _, n_bytes in row.samples) == row.rss_sampled_peak_bytes and row.n_samples > 5
 
@@ -78,7 +84,9 @@ def test_every_prompt_is_read_whole(run):
 
 def test_arms_differ_by_their_kv(run):
     """Both arms with full KV hold the same; the policy saves its KV bytes, less what its masks take."""
-    upstream, full, short = (next(row for row in run if row.arm == arm and row.n_ctx == N_CTX) for arm in ("upstream", "full", "short"))
+    upstream, full, short = (
+        next(row for row in run if row.arm == arm and row.n_ctx == N_CTX) for arm in ("upstream", "full", "short")
+    )
     assert full.peak_bytes == pytest.approx(upstream.peak_bytes, rel=0.02)
     saved = full.kv_bytes - short.kv_bytes
     assert saved > 9 * MIB
@@ -92,8 +100,12 @@ def case(mini_hybrid, policy_path):
     policy = Policy.load(policy_path)
 
     def run(n_ctx, arm=None, **settings):
-        settings = measure.Settings(mini_hybrid, **{"n_predict": 8, "n_threads": 1, "n_ubatch": 128, "timeout_s": 120, **settings})
-        return measure.measure("grid", arm or measure.Arm("short", path=policy_path, policy=policy), n_ctx, settings, geometry)
+        settings = measure.Settings(
+            mini_hybrid, **{"n_predict": 8, "n_threads": 1, "n_ubatch": 128, "timeout_s": 120, **settings}
+        )
+        return measure.measure(
+            "grid", arm or measure.Arm("short", path=policy_path, policy=policy), n_ctx, settings, geometry
+        )
 
     return run
 
@@ -137,7 +149,9 @@ def test_a_file_that_is_no_model_is_no_boundary(case, tmp_path, mini_hybrid):
         measure.measure("grid", measure.Arm("full"), 1024, measure.Settings(cut, n_predict=8, n_threads=1), geometry)
     assert whole.count(b"output_norm.weight") == 1
     renamed.write_bytes(whole.replace(b"output_norm.weight", b"output_mean.weight"))
-    row = measure.measure("grid", measure.Arm("full"), 1024, measure.Settings(renamed, n_predict=8, n_threads=1), geometry)
+    row = measure.measure(
+        "grid", measure.Arm("full"), 1024, measure.Settings(renamed, n_predict=8, n_threads=1), geometry
+    )
     assert (row.status, row.phase) == ("failed", "start")
     assert "output_norm.weight" in row.cause
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hwkv_llamacpp.runtime import native
 from hwkv_llamacpp.errors import HwkvError
+from hwkv_llamacpp.runtime import native
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -58,11 +58,13 @@ def test_patch_changes_and_adds_files():
 
 def test_patch_finds_hunks_that_moved():
     assert apply_to(b"more\n" * 7 + OLD)["x.txt"] == b"more\n" * 7 + NEW
-    assert apply_to(OLD[len(b"line 1\n"):])["x.txt"] == NEW[len(b"line 1\n"):]
+    assert apply_to(OLD[len(b"line 1\n") :])["x.txt"] == NEW[len(b"line 1\n") :]
 
 
 def test_patch_conflict_names_file_and_hunk():
-    with pytest.raises(apply_patch.PatchError, match=r"^x\.txt, hunk 2 \(@@ -20,3 \+21,2 @@\) finds no matching lines$"):
+    with pytest.raises(
+        apply_patch.PatchError, match=r"^x\.txt, hunk 2 \(@@ -20,3 \+21,2 @@\) finds no matching lines$"
+    ):
         apply_to(OLD.replace(b"line 22", b"line 99"))
     with pytest.raises(apply_patch.PatchError, match="x.txt does not exist, which hunk 1 "):
         apply_patch.apply(DIFF, lambda path: None)
@@ -82,7 +84,13 @@ def test_our_patch_does_what_git_apply_does(tmp_path):
         if read(path) is not None:
             (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / path).write_bytes(read(path))
-    subprocess.run(["git", "apply", "-"], input=patch, cwd=tmp_path, env=dict(os.environ, GIT_CEILING_DIRECTORIES=str(tmp_path.parent)), check=True)
+    subprocess.run(
+        ["git", "apply", "-"],
+        input=patch,
+        cwd=tmp_path,
+        env=dict(os.environ, GIT_CEILING_DIRECTORIES=str(tmp_path.parent)),
+        check=True,
+    )
     assert ours == {path: (tmp_path / path).read_bytes() for path in ours}
 
 
@@ -158,13 +166,23 @@ def test_wrong_hash_is_one_sentence(tmp_path, monkeypatch):
 
 
 def run_build(*words, **environment):
-    return subprocess.run([str(ROOT / "build.sh"), *words], env={**os.environ, **environment}, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [str(ROOT / "build.sh"), *words], env={**os.environ, **environment}, capture_output=True, text=True, timeout=300
+    )
 
 
 def test_an_index_that_cannot_be_reached_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "BUILD", tmp_path)
-    with pytest.raises(build.BuildError, match=r"^pip could not fetch it: the package index cannot be reached .*pip\.log\.$"):
-        build.pip("download", "no-such-package-of-hwkv", goal="fetch it", PIP_INDEX_URL="http://127.0.0.1:9/simple", PIP_RETRIES="1")
+    with pytest.raises(
+        build.BuildError, match=r"^pip could not fetch it: the package index cannot be reached .*pip\.log\.$"
+    ):
+        build.pip(
+            "download",
+            "no-such-package-of-hwkv",
+            goal="fetch it",
+            PIP_INDEX_URL="http://127.0.0.1:9/simple",
+            PIP_RETRIES="1",
+        )
 
 
 def test_own_source_that_is_no_llama_cpp(tmp_path):
@@ -187,17 +205,26 @@ def test_own_source_tells_its_own_commit(tmp_path):
 @pytest.fixture
 def toolkit(tmp_path):
     """PATH with an nvcc that knows two architectures, and no GPU."""
-    for name, text in (("nvcc", "echo compute_80; echo compute_90"), ("nvidia-smi", "echo NVIDIA-SMI has failed; exit 9")):
+    for name, text in (
+        ("nvcc", "echo compute_80; echo compute_90"),
+        ("nvidia-smi", "echo NVIDIA-SMI has failed; exit 9"),
+    ):
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     return f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
 
 
-@pytest.mark.parametrize("words, sentence", [
-    (["--cuda"], "error: --cuda finds no GPU here: name the architecture to build for with --cuda-arch, such as --cuda-arch 90.\n"),
-    (["--cuda", "--cuda-arch", "turbo"], "error: --cuda-arch turbo is not an architecture that "),
-    (["--cuda", "--cuda-arch", "120"], "error: --cuda-arch 120 is not an architecture that "),
-])
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        (
+            ["--cuda"],
+            "error: --cuda finds no GPU here: name the architecture to build for with --cuda-arch, such as --cuda-arch 90.\n",
+        ),
+        (["--cuda", "--cuda-arch", "turbo"], "error: --cuda-arch turbo is not an architecture that "),
+        (["--cuda", "--cuda-arch", "120"], "error: --cuda-arch 120 is not an architecture that "),
+    ],
+)
 def test_cuda_without_a_gpu(toolkit, words, sentence):
     done = run_build(*words, PATH=toolkit)
     assert done.returncode == 1
@@ -226,7 +253,17 @@ def test_no_compiler_is_one_sentence():
     assert done.stderr.startswith("error: no C++17 compiler: '/nonexistent/c++'") and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("words", [["--cuda-arch", "90"], ["--jobs", "0"], ["--sanitize", "--cuda"], ["--cuda", "--vulkan"], ["--nonsense"], ["env", "x"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--cuda-arch", "90"],
+        ["--jobs", "0"],
+        ["--sanitize", "--cuda"],
+        ["--cuda", "--vulkan"],
+        ["--nonsense"],
+        ["env", "x"],
+    ],
+)
 def test_bad_usage_exits_2(words):
     done = run_build(*words)
     assert done.returncode == 2 and "error:" in done.stderr
@@ -243,6 +280,7 @@ def test_a_launcher_of_the_user_is_left_alone(monkeypatch):
 
 
 # ---- what was built ----------------------------------------------------------------------------------------------------
+
 
 @pytest.fixture
 def bin_dir():
@@ -269,20 +307,36 @@ def test_version_names_the_pinned_commit(bin_dir):
 def test_binaries_work_after_a_move_and_beside_other_builds(bin_dir, tmp_path):
     """From a folder with a space, with another build's libraries first on LD_LIBRARY_PATH, only the moved files are loaded."""
     moved = tmp_path / "moved here" / "bin"
-    shutil.copytree(bin_dir, moved, symlinks=True, ignore=lambda folder, names: [n for n in names if n.startswith(("llama-", "test-")) and n != "llama-server"])
+    shutil.copytree(
+        bin_dir,
+        moved,
+        symlinks=True,
+        ignore=lambda folder, names: [n for n in names if n.startswith(("llama-", "test-")) and n != "llama-server"],
+    )
     decoy = tmp_path / "old"
-    shutil.copytree(native.build_dir(upstream=True) / "bin", decoy, symlinks=True, ignore=lambda folder, names: [n for n in names if ".so" not in n])
+    shutil.copytree(
+        native.build_dir(upstream=True) / "bin",
+        decoy,
+        symlinks=True,
+        ignore=lambda folder, names: [n for n in names if ".so" not in n],
+    )
     environment = dict(os.environ, LD_LIBRARY_PATH=str(decoy))
     listed = subprocess.run(["ldd", moved / "llama-server"], env=environment, capture_output=True, text=True).stdout
-    paths = [line.split("=>")[1].split(" (")[0].strip() for line in listed.splitlines() if "libllama" in line or "libggml" in line]
+    paths = [
+        line.split("=>")[1].split(" (")[0].strip()
+        for line in listed.splitlines()
+        if "libllama" in line or "libggml" in line
+    ]
     assert paths and all(path.startswith(str(moved)) for path in paths), paths
     assert subprocess.run([moved / "llama-server", "--version"], env=environment, capture_output=True).returncode == 0
 
 
 def test_foreign_libraries_are_named():
-    maps = ("7f0000000000-7f0000001000 r-xp 00000000 08:01 1   /home/x/build here/bin/libllama.so.0\n"
-            "7f0000002000-7f0000003000 r-xp 00000000 08:01 2   /opt/old/libggml-base.so\n"
-            "7f0000004000-7f0000005000 r-xp 00000000 08:01 3   /usr/lib/libc.so.6\n")
+    maps = (
+        "7f0000000000-7f0000001000 r-xp 00000000 08:01 1   /home/x/build here/bin/libllama.so.0\n"
+        "7f0000002000-7f0000003000 r-xp 00000000 08:01 2   /opt/old/libggml-base.so\n"
+        "7f0000004000-7f0000005000 r-xp 00000000 08:01 3   /usr/lib/libc.so.6\n"
+    )
     assert native.foreign_libraries(maps, Path("/home/x/build here/bin")) == ["/opt/old/libggml-base.so"]
 
 

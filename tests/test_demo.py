@@ -14,7 +14,9 @@ COMMAND = (sys.executable, "-u", "-m", "hwkv_llamacpp", "demo")
 
 
 def demo(folder):
-    done = subprocess.run([*COMMAND, "-c", "1024", "--output", str(folder)], text=True, capture_output=True, timeout=900)
+    done = subprocess.run(
+        [*COMMAND, "-c", "1024", "--output", str(folder)], text=True, capture_output=True, timeout=900
+    )
     print(done.stdout)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

@@ -8,21 +8,22 @@ import os
 
 import numpy as np
 import pytest
-
 import reference
-from hwkv_llamacpp import HwkvError, ModelGeometry, Policy
 from reference import random_models
 from test_parity import EXACT, NOTICED_FACTOR, WINDOWED_FACTOR, nmse
+
+from hwkv_llamacpp import HwkvError, ModelGeometry, Policy
 
 try:
     from parity_runtime import Runtime, llama_cpp
 except HwkvError as error:
     pytest.skip(str(error), allow_module_level=True)
 
-from hwkv_llamacpp.calibration.layerwise import Layerwise
-from hwkv_llamacpp.runtime.context import Model, RuntimeOptions
 from test_layerwise import error as relative_error
 from test_layerwise import samples_of, walk
+
+from hwkv_llamacpp.calibration.layerwise import Layerwise
+from hwkv_llamacpp.runtime.context import Model, RuntimeOptions
 
 N_TOKENS = 400
 POSITIONS = np.arange(200, N_TOKENS)
@@ -60,7 +61,11 @@ def test_logits_are_the_references(path, tokens, setting):
 
 
 def test_a_state_goes_on_in_another_context(path, tokens):
-    with Runtime(path, POLICY, 1) as runtime, runtime.context(1024, 64, *USUAL) as context, runtime.context(1024, 64, *USUAL) as other:
+    with (
+        Runtime(path, POLICY, 1) as runtime,
+        runtime.context(1024, 64, *USUAL) as context,
+        runtime.context(1024, 64, *USUAL) as other,
+    ):
         context.run(tokens, POSITIONS[-1:], N_TOKENS)
         state = (ctypes.c_uint8 * llama_cpp.llama_state_seq_get_size(context.ctx, 0))()
         assert llama_cpp.llama_state_seq_get_data(context.ctx, state, len(state), 0) == len(state)
@@ -74,7 +79,10 @@ def test_layerwise_attends_what_was_captured(path, tokens):
     layers = ModelGeometry.from_gguf(path).configurable
     options = RuntimeOptions(64, n_gpu_layers=int(os.environ.get("HWKV_TEST_GPU_LAYERS", "0")), n_threads=1)
     trace = tokens[:193].astype(np.int32)
-    with Model(path, options) as model, Layerwise(model, [trace], samples_of([trace], np.random.default_rng(1))) as layerwise:
+    with (
+        Model(path, options) as model,
+        Layerwise(model, [trace], samples_of([trace], np.random.default_rng(1))) as layerwise,
+    ):
         for layer, _, replayed in walk(layerwise, layers, [POLICY.row(layer) for layer in layers], POLICY.n_sink):
             off = relative_error(layerwise.outputs(layer), replayed)
             print(f"layer {layer.layer}: {off:.1e}")

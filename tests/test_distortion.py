@@ -8,9 +8,9 @@ from minilang import needle_prompt
 from reference.random_models import write_llama
 
 from hwkv_llamacpp import HwkvError, ModelGeometry, Policy
-from hwkv_llamacpp.runtime import native
-from hwkv_llamacpp.gguf.file import GGUFFile
 from hwkv_llamacpp.baselines.handmade import uniform
+from hwkv_llamacpp.gguf.file import GGUFFile
+from hwkv_llamacpp.runtime import native
 
 try:
     native.library()
@@ -101,7 +101,9 @@ def test_positions_are_spread_over_the_second_halves(dense, texts):
     with Model(dense, OPTIONS) as model, DistortionMeter(model, texts, n_positions=60) as meter:
         long, short = meter.positions
         assert (len(long), len(short)) == (60, 50)
-        assert long[0] == 150 and long[-1] <= 298 and set(np.diff(long)) <= {2, 3} and (short == np.arange(50, 100)).all()
+        assert (
+            long[0] == 150 and long[-1] <= 298 and set(np.diff(long)) <= {2, 3} and (short == np.arange(50, 100)).all()
+        )
         assert (meter.targets == np.concatenate([texts[0][long + 1], texts[1][short + 1]])).all()
         assert meter.measure(Policy({0: (16,) * 4})).n_positions == 110
 
@@ -112,7 +114,9 @@ def test_a_policy_that_cuts_the_needles_is_worse(mini_hybrid):
         pieces = [f"{prompt} {value}." for prompt, value in (needle_prompt(seed, 200, 150) for seed in range(6))]
         texts = [model.tokenize("".join(half), add_special=True) for half in (pieces[:3], pieces[3:])]
         with DistortionMeter(model, texts) as meter:
-            without, others = (meter.measure(Policy({3: (32,) * 4, 7: row})) for row in ((32, 32, 32, 32), (32, None, 32, 32)))
+            without, others = (
+                meter.measure(Policy({3: (32,) * 4, 7: row})) for row in ((32, 32, 32, 32), (32, None, 32, 32))
+            )
     print(f"KL {without.kl:.4f} with 7.1 windowed, {others.kl:.4f} with it full")
     assert without.kl > 3 * others.kl and without.nll > others.nll
 
@@ -131,7 +135,10 @@ def test_logits_that_are_no_numbers_are_refused(tmp_path, texts):
 
 
 def test_short_texts_are_refused(dense):
-    with Model(dense, OPTIONS) as model, pytest.raises(HwkvError, match="a held-out text has 3 tokens, at least 4 expected"):
+    with (
+        Model(dense, OPTIONS) as model,
+        pytest.raises(HwkvError, match="a held-out text has 3 tokens, at least 4 expected"),
+    ):
         DistortionMeter(model, [np.arange(10, dtype=np.int32), np.arange(3, dtype=np.int32)])
 
 
@@ -141,6 +148,8 @@ def test_a_full_disk_is_a_sentence(dense, texts, tmpfs, monkeypatch):
     with Model(dense, OPTIONS) as model, DistortionMeter(model, texts) as meter:
         with monkeypatch.context() as patch:
             patch.setattr(tempfile, "tempdir", str(tmpfs("64k")))
-            with pytest.raises(HwkvError, match="cannot write the distributions with full KV, 203,776 bytes: No space left"):
+            with pytest.raises(
+                HwkvError, match="cannot write the distributions with full KV, 203,776 bytes: No space left"
+            ):
                 meter.measure(policy)
         assert meter.measure(policy).kl > 0

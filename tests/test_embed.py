@@ -13,33 +13,57 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import write_gguf
 from gguf import GGUFReader, GGUFValueType
 
 import hwkv_llamacpp.gguf.embed as embed_module
 from hwkv_llamacpp import HwkvError, ModelGeometry, Policy
 from hwkv_llamacpp.base import atomic
-from hwkv_llamacpp.runtime import native
+from hwkv_llamacpp.baselines.handmade import uniform
 from hwkv_llamacpp.gguf.embed import embed, read_policy
 from hwkv_llamacpp.gguf.file import GGUFFile
-from hwkv_llamacpp.baselines.handmade import uniform
+from hwkv_llamacpp.runtime import native
 from hwkv_llamacpp.runtime.server import LlamaServer, ServerOptions
 
-from conftest import write_gguf
-
-SHAPE = {"context_length": 512, "embedding_length": 64, "block_count": 2, "attention.head_count": 4, "attention.head_count_kv": 2}
+SHAPE = {
+    "context_length": 512,
+    "embedding_length": 64,
+    "block_count": 2,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+}
 ROWS = {0: [None, 64], 1: [16, 2**31 - 1]}
 
 
 def make_model(path, alignment=None, **more):
     """A complete small model with keys of every type, odd sizes, and hostile names."""
     rng = np.random.default_rng(0)
-    return write_gguf(path, "llama", {
-        **SHAPE, "general.name": "tïny", "x.i8": (-3, GGUFValueType.INT8), "x.u16": (65535, GGUFValueType.UINT16),
-        "x.u64": (2**64 - 1, GGUFValueType.UINT64), "x.i64": (-2**63, GGUFValueType.INT64), "x.f64": (1e-300, GGUFValueType.FLOAT64),
-        "x.flag": False, "x.empty": "", "x.texts": ["a", "", "日本語"], "x.flags": [True, False], "x.floats": [0.1, -0.0],
-        "tokenizer.ggml.tokens": [f"token {i}" for i in range(1000)], **more,
-    }, {"token_embd.weight": rng.random((7, 64), np.float32), "output.weight": rng.random((3, 64)).astype(np.float16),
-        "blk.0.odd.weight": rng.random(13, np.float32)}, alignment)
+    return write_gguf(
+        path,
+        "llama",
+        {
+            **SHAPE,
+            "general.name": "tïny",
+            "x.i8": (-3, GGUFValueType.INT8),
+            "x.u16": (65535, GGUFValueType.UINT16),
+            "x.u64": (2**64 - 1, GGUFValueType.UINT64),
+            "x.i64": (-(2**63), GGUFValueType.INT64),
+            "x.f64": (1e-300, GGUFValueType.FLOAT64),
+            "x.flag": False,
+            "x.empty": "",
+            "x.texts": ["a", "", "日本語"],
+            "x.flags": [True, False],
+            "x.floats": [0.1, -0.0],
+            "tokenizer.ggml.tokens": [f"token {i}" for i in range(1000)],
+            **more,
+        },
+        {
+            "token_embd.weight": rng.random((7, 64), np.float32),
+            "output.weight": rng.random((3, 64)).astype(np.float16),
+            "blk.0.odd.weight": rng.random(13, np.float32),
+        },
+        alignment,
+    )
 
 
 @pytest.fixture
@@ -69,18 +93,25 @@ def assert_same_but_hwkv(before, after):
     old, new = GGUFReader(before), GGUFReader(after)
     others = [key for key in new.fields if not key.startswith(("hwkv.", "GGUF."))]
     assert others == [key for key in old.fields if not key.startswith(("hwkv.", "GGUF."))]
-    assert [key for key in new.fields if not key.startswith("GGUF.")] == others + [key for key in new.fields if key.startswith("hwkv.")]
+    assert [key for key in new.fields if not key.startswith("GGUF.")] == others + [
+        key for key in new.fields if key.startswith("hwkv.")
+    ]
     for key in others:
         assert new.fields[key].types == old.fields[key].types
-        assert b"".join(bytes(part) for part in new.fields[key].parts) == b"".join(bytes(part) for part in old.fields[key].parts)
+        assert b"".join(bytes(part) for part in new.fields[key].parts) == b"".join(
+            bytes(part) for part in old.fields[key].parts
+        )
     assert new.fields["GGUF.version"].contents() == old.fields["GGUF.version"].contents()
-    assert [(t.name, t.tensor_type, list(t.shape)) for t in new.tensors] == [(t.name, t.tensor_type, list(t.shape)) for t in old.tensors]
+    assert [(t.name, t.tensor_type, list(t.shape)) for t in new.tensors] == [
+        (t.name, t.tensor_type, list(t.shape)) for t in old.tensors
+    ]
     assert all(np.array_equal(a.data, b.data) for a, b in zip(new.tensors, old.tensors))
     assert new.data_offset % new.alignment == 0
-    assert Path(after).read_bytes()[new.data_offset:] == Path(before).read_bytes()[old.data_offset:]
+    assert Path(after).read_bytes()[new.data_offset :] == Path(before).read_bytes()[old.data_offset :]
 
 
 # what stays the same
+
 
 def test_only_hwkv_keys_are_added(model, policy, tmp_path):
     before = contents(tmp_path)
@@ -102,10 +133,16 @@ def test_keys_as_specified(model, policy, tmp_path):
         "hwkv.layers": (array, [0, 1]),
         "hwkv.head_counts": (array, [2, 2]),
         "hwkv.windows": (array, [-1, 64, 16, 2**31 - 1]),
-        "hwkv.summary": ([GGUFValueType.STRING], f"{policy.fingerprint(2)}: 3 of 4 KV heads in 2 layers windowed,"
-                                                 " 16 to 2147483647 tokens, n_sink 0"),
-        "hwkv.model": ([GGUFValueType.STRING], '{"architecture": "llama", "name": "tïny", "n_layer": 2, "fingerprint": "'
-                       + ModelGeometry.from_gguf(model).fingerprint + '"}'),
+        "hwkv.summary": (
+            [GGUFValueType.STRING],
+            f"{policy.fingerprint(2)}: 3 of 4 KV heads in 2 layers windowed, 16 to 2147483647 tokens, n_sink 0",
+        ),
+        "hwkv.model": (
+            [GGUFValueType.STRING],
+            '{"architecture": "llama", "name": "tïny", "n_layer": 2, "fingerprint": "'
+            + ModelGeometry.from_gguf(model).fingerprint
+            + '"}',
+        ),
         "hwkv.provenance": ([GGUFValueType.STRING], '{"method": "test", "ü": [1, 0.1]}'),
     }
 
@@ -115,7 +152,11 @@ def test_names_are_those_of_the_runtime():
     native = set(re.findall(r'"(hwkv\.[a-z_]+)"', "\n".join(path.read_text() for path in sources)))
     ours = {value for name, value in vars(embed_module).items() if name.startswith("KEY_")}
     assert native and native - {"hwkv.policy"} <= ours
-    assert ours - native <= {embed_module.KEY_SUMMARY, embed_module.KEY_MODEL, embed_module.KEY_PROVENANCE}  # for people and Python
+    assert ours - native <= {
+        embed_module.KEY_SUMMARY,
+        embed_module.KEY_MODEL,
+        embed_module.KEY_PROVENANCE,
+    }  # for people and Python
 
 
 @pytest.mark.parametrize("alignment", [None, 1, 8, 64, 4096])
@@ -127,7 +168,9 @@ def test_any_alignment_and_padding(tmp_path, alignment, name_length):
 
 
 def test_extract_gives_back_the_bytes(model, policy, tmp_path):
-    for number, kept in enumerate((policy, Policy(ROWS), Policy({0: [None, None]}), Policy(), Policy({1: [1, 1]}, provenance={}))):
+    for number, kept in enumerate(
+        (policy, Policy(ROWS), Policy({0: [None, None]}), Policy(), Policy({1: [1, 1]}, provenance={}))
+    ):
         out = embed(model, kept, tmp_path / f"{number}.gguf")[0]
         assert read_policy(out) == kept
         assert read_policy(out).to_json() == kept.to_json()
@@ -143,7 +186,10 @@ def test_embedding_again_replaces(model, policy, tmp_path):
 
 def test_metadata_only(tmp_path):
     model = write_gguf(tmp_path / "meta.gguf", "llama", SHAPE)
-    for size in (model.stat().st_size, model.stat().st_size - model.stat().st_size % 32 + 32):  # with and without padding
+    for size in (
+        model.stat().st_size,
+        model.stat().st_size - model.stat().st_size % 32 + 32,
+    ):  # with and without padding
         os.truncate(model, size)
         out = embed(model, Policy(ROWS), tmp_path / "out.gguf", force=True)[0]
         assert read_policy(out) == Policy(ROWS)
@@ -175,8 +221,9 @@ def test_real_models(name, request, tmp_path):
     assert read_policy(out) == policy
     with GGUFFile(path) as old, GGUFFile(out) as new:
         assert new.tensors == old.tensors
-        assert [new.raw(f.start, f.end) for f in new.fields.values()][:len(old.fields)] == [
-            old.raw(f.start, f.end) for f in old.fields.values()]
+        assert [new.raw(f.start, f.end) for f in new.fields.values()][: len(old.fields)] == [
+            old.raw(f.start, f.end) for f in old.fields.values()
+        ]
         with open(path, "rb") as a, open(out, "rb") as b:
             a.seek(old.data_start)
             b.seek(new.data_start)
@@ -185,9 +232,11 @@ def test_real_models(name, request, tmp_path):
 
 # llama.cpp's own programs on the result
 
+
 @pytest.fixture
 def program():
     """program(name, *words): runs a program of the unpatched build, or else of ours; returns what it prints."""
+
     def run(name, *words):
         try:
             try:
@@ -214,7 +263,12 @@ def test_unpatched_llama_cpp_says_the_same(name, request, tmp_path):
     tokens = []
     for model in (path, out):
         with LlamaServer(ServerOptions(model, n_ctx=256, n_parallel=1, n_threads=1, upstream=True)) as server:
-            tokens.append(server.post("/completion", {"prompt": "The capital of France is", "n_predict": 16, "temperature": 0, "return_tokens": True})["tokens"])
+            tokens.append(
+                server.post(
+                    "/completion",
+                    {"prompt": "The capital of France is", "n_predict": 16, "temperature": 0, "return_tokens": True},
+                )["tokens"]
+            )
     assert tokens[0] == tokens[1] and len(tokens[0]) == 16
 
 
@@ -234,14 +288,25 @@ def test_policy_survives_quantizing_splitting_and_merging(mini_hybrid, program, 
 
 # split models
 
+
 def make_split(folder, n=3):
     """A model of n shards, as llama-gguf-split writes them."""
     rng = np.random.default_rng(1)
     shards = []
     for no in range(n):
-        shards.append(write_gguf(folder / f"big-{no + 1:05d}-of-{n:05d}.gguf", "llama", {
-            **(SHAPE if no == 0 else {}), "split.no": (no, GGUFValueType.UINT16), "split.count": (n, GGUFValueType.UINT16),
-            "split.tensors.count": (n, GGUFValueType.INT32)}, {f"blk.{no}.weight": rng.random((5, 64), np.float32)}))
+        shards.append(
+            write_gguf(
+                folder / f"big-{no + 1:05d}-of-{n:05d}.gguf",
+                "llama",
+                {
+                    **(SHAPE if no == 0 else {}),
+                    "split.no": (no, GGUFValueType.UINT16),
+                    "split.count": (n, GGUFValueType.UINT16),
+                    "split.tensors.count": (n, GGUFValueType.INT32),
+                },
+                {f"blk.{no}.weight": rng.random((5, 64), np.float32)},
+            )
+        )
     return shards
 
 
@@ -265,8 +330,12 @@ def test_split_output_names(tmp_path):
     assert embed(shards[0], Policy(ROWS), tmp_path / "d" / shards[0].name)[2].name == shards[2].name
     assert refused(embed, shards[0], Policy(ROWS), tmp_path / "x-00002-of-00003.gguf") == (
         f"{tmp_path}/x-00002-of-00003.gguf: the model has 3 shards:"
-        " give a name that ends in -00001-of-00003.gguf, or a prefix")
-    assert refused(embed, shards[0], Policy(ROWS), tmp_path / "big") == f"{shards[0]}: is the input; embedding writes a new file"
+        " give a name that ends in -00001-of-00003.gguf, or a prefix"
+    )
+    assert (
+        refused(embed, shards[0], Policy(ROWS), tmp_path / "big")
+        == f"{shards[0]}: is the input; embedding writes a new file"
+    )
 
 
 def test_split_model_with_a_shard_missing_or_wrong(tmp_path):
@@ -275,7 +344,10 @@ def test_split_model_with_a_shard_missing_or_wrong(tmp_path):
     assert refused(embed, shards[0], Policy(ROWS), tmp_path / "new") == f"{shards[1]}: is not shard 2 of 3"
     shards[1].unlink()
     before = contents(tmp_path)
-    assert refused(embed, shards[0], Policy(ROWS), tmp_path / "new") == f"{shards[1]}: cannot read: No such file or directory"
+    assert (
+        refused(embed, shards[0], Policy(ROWS), tmp_path / "new")
+        == f"{shards[1]}: cannot read: No such file or directory"
+    )
     assert contents(tmp_path) == before
 
 
@@ -298,11 +370,20 @@ def test_split_model_interrupted_between_renames(tmp_path, monkeypatch):
 
 # what is refused
 
+
 def test_policy_of_another_model(model, tmp_path):
     before = contents(tmp_path)
-    assert refused(embed, model, Policy({0: [1]}), tmp_path / "o") == "policy: layer 0 has 1 windows, the model has 2 KV heads there"
-    assert refused(embed, model, Policy({9: [1, 1]}), tmp_path / "o") == "policy: lists layer 9, the model has layers 0 to 1"
-    assert refused(embed, model, Policy(model={"architecture": "qwen35"}), tmp_path / "o").startswith("policy: made for another model")
+    assert (
+        refused(embed, model, Policy({0: [1]}), tmp_path / "o")
+        == "policy: layer 0 has 1 windows, the model has 2 KV heads there"
+    )
+    assert (
+        refused(embed, model, Policy({9: [1, 1]}), tmp_path / "o")
+        == "policy: lists layer 9, the model has layers 0 to 1"
+    )
+    assert refused(embed, model, Policy(model={"architecture": "qwen35"}), tmp_path / "o").startswith(
+        "policy: made for another model"
+    )
     assert contents(tmp_path) == before
 
 
@@ -319,7 +400,10 @@ def test_outputs_that_must_not_be_replaced(model, policy, tmp_path):
     assert refused(embed, model, policy, folder, force=True) == f"{folder}: cannot write: it is a folder"
     assert refused(embed, model, policy, "/dev/null", force=True) == "/dev/null: cannot write: it is not a regular file"
     assert refused(embed, model, policy, taken / "below") == f"{taken}/below: cannot write: Not a directory"
-    assert refused(embed, model, policy, tmp_path / "no" / "out") == f"{tmp_path}/no/out: cannot write: No such file or directory"
+    assert (
+        refused(embed, model, policy, tmp_path / "no" / "out")
+        == f"{tmp_path}/no/out: cannot write: No such file or directory"
+    )
     assert refused(embed, model, policy, tmp_path / ("n" * 300)).endswith("cannot write: File name too long")
     assert contents(tmp_path) == before
 
@@ -337,16 +421,24 @@ def test_truncated_and_big_endian(model, policy, tmp_path):
     with GGUFFile(model) as file:
         need = file.data_start + max(t.offset + t.n_bytes for t in file.tensors)
         data_start = file.data_start
-    model.write_bytes(data[:need - 100])
+    model.write_bytes(data[: need - 100])
     assert refused(embed, model, policy, out) == (
-        f"{model}: truncated: its tensors need {need:,} bytes, the file has {need - 100:,} bytes")
+        f"{model}: truncated: its tensors need {need:,} bytes, the file has {need - 100:,} bytes"
+    )
     model.write_bytes(data[:data_start])
     assert refused(embed, model, policy, out) == (
-        f"{model}: truncated: it lists 3 tensors, but ends with its header at {data_start:,} bytes")
+        f"{model}: truncated: it lists 3 tensors, but ends with its header at {data_start:,} bytes"
+    )
     model.write_bytes(data[:100])
-    assert refused(embed, model, policy, out) == f"{model}: truncated: its header goes on past the end, the file has 100 bytes"
+    assert (
+        refused(embed, model, policy, out)
+        == f"{model}: truncated: its header goes on past the end, the file has 100 bytes"
+    )
     model.write_bytes(data[:4] + struct.pack(">I", 3) + data[8:])
-    assert refused(embed, model, policy, out) == f"{model}: big-endian GGUF found, little-endian expected: convert the file first"
+    assert (
+        refused(embed, model, policy, out)
+        == f"{model}: big-endian GGUF found, little-endian expected: convert the file first"
+    )
     assert not out.exists()
 
 
@@ -359,14 +451,25 @@ DAMAGED_KEYS = [
     ({"hwkv.layers": [0, 0]}, "key 'hwkv.layers' lists a layer twice"),
     ({"hwkv.head_counts": [2, 3]}, "key 'hwkv.head_counts' has 2 counts that sum to 5, 2 that sum to 4 expected"),
     ({"hwkv.head_counts": [4]}, "key 'hwkv.head_counts' has 1 counts that sum to 4, 2 that sum to 4 expected"),
-    ({"hwkv.windows": [1, 0, 1, 1]}, 'embedded policy: window 1 of layer 0 is 0, "full" or 1 to 2147483647 tokens expected'),
-    ({"hwkv.windows": ([1, -2, 1, 1], GGUFValueType.ARRAY, GGUFValueType.INT32)},
-     'embedded policy: window 1 of layer 0 is -2, "full" or 1 to 2147483647 tokens expected'),
+    (
+        {"hwkv.windows": [1, 0, 1, 1]},
+        'embedded policy: window 1 of layer 0 is 0, "full" or 1 to 2147483647 tokens expected',
+    ),
+    (
+        {"hwkv.windows": ([1, -2, 1, 1], GGUFValueType.ARRAY, GGUFValueType.INT32)},
+        'embedded policy: window 1 of layer 0 is -2, "full" or 1 to 2147483647 tokens expected',
+    ),
     ({"hwkv.head_counts": [4, 0]}, "key 'hwkv.head_counts' holds 0, at least 1 expected"),
-    ({"hwkv.model": "{"}, "key 'hwkv.model': not JSON: Expecting property name enclosed in double quotes at line 1 column 2"),
+    (
+        {"hwkv.model": "{"},
+        "key 'hwkv.model': not JSON: Expecting property name enclosed in double quotes at line 1 column 2",
+    ),
     ({"hwkv.model": 3}, "key 'hwkv.model' is of another type, a string expected"),
     ({"hwkv.provenance": '{"x": NaN}'}, "key 'hwkv.provenance': not JSON: NaN is not a JSON value"),
-    ({"hwkv.provenance": '{"x": "\\ud800"}'}, "key 'hwkv.provenance': not JSON: it has a text with half a surrogate pair"),
+    (
+        {"hwkv.provenance": '{"x": "\\ud800"}'},
+        "key 'hwkv.provenance': not JSON: it has a text with half a surrogate pair",
+    ),
     ({"hwkv.provenance": "[" * 200_000}, "key 'hwkv.provenance': its JSON is nested too deeply"),
     ({"split.count": "two"}, "key 'split.count' is 'two', a number expected"),
     ({"hwkv.provenance": "[]"}, "embedded policy: provenance is [], a dict expected"),
@@ -375,13 +478,20 @@ DAMAGED_KEYS = [
 
 @pytest.mark.parametrize(("changes", "message"), DAMAGED_KEYS)
 def test_damaged_keys(tmp_path, changes, message):
-    keys = {"hwkv.version": 1, "hwkv.n_sink": 0, "hwkv.layers": [0, 1], "hwkv.head_counts": [2, 2], "hwkv.windows": [1, 1, 1, 1]}
+    keys = {
+        "hwkv.version": 1,
+        "hwkv.n_sink": 0,
+        "hwkv.layers": [0, 1],
+        "hwkv.head_counts": [2, 2],
+        "hwkv.windows": [1, 1, 1, 1],
+    }
     keys = {key: value for key, value in {**keys, **changes}.items() if value is not ...}
     path = write_gguf(tmp_path / "bad.gguf", "llama", {**SHAPE, **keys})
     assert refused(read_policy, path) == f"{path}: {message}"
 
 
 # full disks, read-only disks, and interrupts
+
 
 def test_disk_full(policy, tmp_path, tmpfs):
     model = make_model(tmp_path / "model.gguf")
@@ -391,12 +501,14 @@ def test_disk_full(policy, tmp_path, tmpfs):
     (folder / "mine").write_text("mine")
     before = contents(tmp_path)
     assert refused(embed, model, policy, folder / "out.gguf") == (
-        f"{folder}/out.gguf: cannot write: the disk is full; nothing was left behind")
+        f"{folder}/out.gguf: cannot write: the disk is full; nothing was left behind"
+    )
     assert [path.name for path in folder.iterdir()] == ["mine"]
     assert contents(tmp_path) == before
     (folder / "mine").write_bytes(bytes(900_000))
     assert refused(Policy(ROWS, provenance={"a": "x" * 200_000}).save, folder / "p.json") == (
-        f"{folder}/p.json: cannot write: the disk is full; nothing was left behind")
+        f"{folder}/p.json: cannot write: the disk is full; nothing was left behind"
+    )
     assert [path.name for path in folder.iterdir()] == ["mine"]
 
 
@@ -411,7 +523,9 @@ def test_disk_full_keeps_the_old_file(model, policy, tmpfs):
 
 def test_read_only_disk(model, policy, tmpfs):
     folder = tmpfs("1m", read_only=True)
-    assert refused(embed, model, policy, folder / "out.gguf") == f"{folder}/out.gguf: cannot write: Read-only file system"
+    assert (
+        refused(embed, model, policy, folder / "out.gguf") == f"{folder}/out.gguf: cannot write: Read-only file system"
+    )
 
 
 SLOW = textwrap.dedent("""
@@ -449,7 +563,11 @@ def test_interrupted(model, policy, tmp_path, signum, code):
         stdout, stderr = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert (process.returncode, stdout, stderr) == (code, "", "\ninterrupted; no file was left half written\n" if code == 130 else "")
+    assert (process.returncode, stdout, stderr) == (
+        code,
+        "",
+        "\ninterrupted; no file was left half written\n" if code == 130 else "",
+    )
     assert out.read_text() == "old"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf", "out.gguf", "p.json"]
     assert model.stat().st_size == 2**32
@@ -473,7 +591,9 @@ def test_needs_no_memory_for_the_data(model, policy, tmp_path):
         sys.exit(code)
     """)
     out = tmp_path / "out.gguf"
-    done = subprocess.run([sys.executable, "-c", script, "embed", model, saved, "-o", out], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", script, "embed", model, saved, "-o", out], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert int(re.search(r"VmHWM:\s+(\d+) kB", done.stdout)[1]) < 200 * 1024
     assert read_policy(out) == policy

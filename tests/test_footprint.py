@@ -11,8 +11,12 @@ MIB = 2**20
 @pytest.fixture
 def geometry(metadata_gguf):
     """Two layers of 4 KV heads of 64."""
-    return ModelGeometry.from_gguf(metadata_gguf("llama", {
-        "block_count": 2, "embedding_length": 512, "attention.head_count": 8, "attention.head_count_kv": 4}))
+    return ModelGeometry.from_gguf(
+        metadata_gguf(
+            "llama",
+            {"block_count": 2, "embedding_length": 512, "attention.head_count": 8, "attention.head_count_kv": 4},
+        )
+    )
 
 
 def shapes(footprint):
@@ -41,12 +45,21 @@ def test_windows(geometry):
     policy = Policy({0: [None, 512, 512, 100], 1: [100, 100, 100, 100]})
     footprint = predict(geometry, policy, 4096, n_ubatch=512)
     token = 2 * 128
-    assert shapes(footprint) == [(None, 4096, 1, 1, 4096 * token), (100, 768, 1, 5, 768 * 5 * token), (512, 1024, 1, 2, 1024 * 2 * token)]
+    assert shapes(footprint) == [
+        (None, 4096, 1, 1, 4096 * token),
+        (100, 768, 1, 5, 768 * 5 * token),
+        (512, 1024, 1, 2, 1024 * 2 * token),
+    ]
     assert footprint.active
     assert [(il, heads) for il, heads, _ in footprint.groups[1].layers] == [(0, 1), (1, 4)]
     assert footprint.to_dict()["groups"][1] == {
-        "window": 100, "cells": 768, "streams": 1, "heads": 5, "bytes": 768 * 5 * token,
-        "layers": [{"layer": 0, "heads": 1, "bytes": 768 * token}, {"layer": 1, "heads": 4, "bytes": 768 * 4 * token}]}
+        "window": 100,
+        "cells": 768,
+        "streams": 1,
+        "heads": 5,
+        "bytes": 768 * 5 * token,
+        "layers": [{"layer": 0, "heads": 1, "bytes": 768 * token}, {"layer": 1, "heads": 4, "bytes": 768 * 4 * token}],
+    }
 
 
 def test_windows_as_long_as_the_context_are_full(geometry):
@@ -66,29 +79,39 @@ def test_windows_that_reach_the_sink_tokens_are_full(geometry):
     assert not predict(geometry, Policy({0: [1] * 4}, n_sink=2**31 - 1), 1024).active
 
 
-@pytest.mark.parametrize(("n_sink", "options", "cells"), [
-    (0, {}, 1024),
-    (4, {}, 1280),                                  # 512 + 4 + 512
-    (256, {}, 1280),
-    (4, {"n_ubatch": 64}, 768),
-    (64, {"n_seq_max": 4}, 1280),                   # split: each ring has its own
-    (64, {"n_seq_max": 4, "unified": True}, 3072),  # (512 + 64 + 64) * 4 + 512
-])
+@pytest.mark.parametrize(
+    ("n_sink", "options", "cells"),
+    [
+        (0, {}, 1024),
+        (4, {}, 1280),  # 512 + 4 + 512
+        (256, {}, 1280),
+        (4, {"n_ubatch": 64}, 768),
+        (64, {"n_seq_max": 4}, 1280),  # split: each ring has its own
+        (64, {"n_seq_max": 4, "unified": True}, 3072),  # (512 + 64 + 64) * 4 + 512
+    ],
+)
 def test_cells_for_sink_tokens(geometry, n_sink, options, cells):
     assert predict(geometry, Policy({0: [512] * 4}, n_sink), 8192, **options).groups[1].cells == cells
 
 
-@pytest.mark.parametrize(("options", "cells", "streams"), [
-    ({"n_ctx": 8192, "n_seq_max": 4}, 1024, 4),                    # split: each of 2048 cells, its own ring
-    ({"n_ctx": 8192, "n_seq_max": 4, "unified": True}, 2816, 1),   # unified: one ring that holds every sequence's window
-    ({"n_ctx": 8192, "n_seq_max": 1, "unified": True}, 1024, 1),
-    ({"n_ctx": 8192, "n_ubatch": 64}, 768, 1),
-    ({"n_ctx": 8192, "n_ubatch": 2048}, 2560, 1),
-    ({"n_ctx": 8192, "n_batch": 128}, 768, 1),                     # a ubatch is never longer than a batch
-    ({"n_ctx": 8192, "n_ubatch": 0}, 2560, 1),                     # 0: as long as a batch
-    ({"n_ctx": 1000, "n_batch": 4096, "n_ubatch": 4096}, 1024, 1),  # a batch never longer than the context
-    ({"n_ctx": 0}, 1024, 1),                                       # the trained context
-])
+@pytest.mark.parametrize(
+    ("options", "cells", "streams"),
+    [
+        ({"n_ctx": 8192, "n_seq_max": 4}, 1024, 4),  # split: each of 2048 cells, its own ring
+        (
+            {"n_ctx": 8192, "n_seq_max": 4, "unified": True},
+            2816,
+            1,
+        ),  # unified: one ring that holds every sequence's window
+        ({"n_ctx": 8192, "n_seq_max": 1, "unified": True}, 1024, 1),
+        ({"n_ctx": 8192, "n_ubatch": 64}, 768, 1),
+        ({"n_ctx": 8192, "n_ubatch": 2048}, 2560, 1),
+        ({"n_ctx": 8192, "n_batch": 128}, 768, 1),  # a ubatch is never longer than a batch
+        ({"n_ctx": 8192, "n_ubatch": 0}, 2560, 1),  # 0: as long as a batch
+        ({"n_ctx": 1000, "n_batch": 4096, "n_ubatch": 4096}, 1024, 1),  # a batch never longer than the context
+        ({"n_ctx": 0}, 1024, 1),  # the trained context
+    ],
+)
 def test_cells(geometry, options, cells, streams):
     group = predict(geometry, Policy({0: [512] * 4}), **options).groups[1]
     assert (group.cells, group.streams) == (cells, streams)
@@ -100,8 +123,12 @@ def test_context_split_unevenly(geometry):
 
 
 def test_types_and_head_sizes(metadata_gguf):
-    geometry = ModelGeometry.from_gguf(metadata_gguf("llama", {
-        "block_count": 1, "attention.head_count": 4, "attention.key_length": 192, "attention.value_length": 128}))
+    geometry = ModelGeometry.from_gguf(
+        metadata_gguf(
+            "llama",
+            {"block_count": 1, "attention.head_count": 4, "attention.key_length": 192, "attention.value_length": 128},
+        )
+    )
     footprint = predict(geometry, None, 256, type_k="q8_0", type_v="q4_0")
     assert footprint.kv_bytes == 256 * (4 * 192 // 32 * 34 + 4 * 128 // 32 * 18)
 
@@ -116,20 +143,34 @@ def test_without_flash_attention_v_rows_are_padded_to_the_groups_widest(geometry
 
 
 def test_models_from_the_field(metadata_gguf):
-    lfm2 = ModelGeometry.from_gguf(metadata_gguf("lfm2", {
-        "block_count": 16, "embedding_length": 2048, "attention.head_count": 32,
-        "attention.head_count_kv": [0, 0, 8, 0, 0, 8, 0, 0, 8, 0, 8, 0, 8, 0, 8, 0]}))
+    lfm2 = ModelGeometry.from_gguf(
+        metadata_gguf(
+            "lfm2",
+            {
+                "block_count": 16,
+                "embedding_length": 2048,
+                "attention.head_count": 32,
+                "attention.head_count_kv": [0, 0, 8, 0, 0, 8, 0, 0, 8, 0, 8, 0, 8, 0, 8, 0],
+            },
+        )
+    )
     assert predict(lfm2, None, 32768).kv_bytes == 384 * MIB
     mamba = ModelGeometry.from_gguf(metadata_gguf("mamba", {"attention.head_count": 0}))
     assert predict(mamba, None, 32768).kv_bytes == predict(mamba, None, 32768).full_kv_bytes == 0
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"type_k": "q6_k"}, "cache type 'q6_k' is unknown; known are f32, f16, bf16, q8_0, q4_0, q4_1, iq4_nl, q5_0, q5_1"),
-    ({"n_ctx": -1}, "n_ctx is -1, 1 to 2147483647 expected"),
-    ({"n_seq_max": 0}, "n_seq_max is 0, 1 to 256 expected"),
-    ({"n_batch": 0}, "n_batch is 0, 1 to 2147483647 expected"),
-])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"type_k": "q6_k"},
+            "cache type 'q6_k' is unknown; known are f32, f16, bf16, q8_0, q4_0, q4_1, iq4_nl, q5_0, q5_1",
+        ),
+        ({"n_ctx": -1}, "n_ctx is -1, 1 to 2147483647 expected"),
+        ({"n_seq_max": 0}, "n_seq_max is 0, 1 to 256 expected"),
+        ({"n_batch": 0}, "n_batch is 0, 1 to 2147483647 expected"),
+    ],
+)
 def test_bad_arguments(geometry, options, message):
     with pytest.raises(HwkvError) as caught:
         predict(geometry, None, **options)
@@ -137,13 +178,23 @@ def test_bad_arguments(geometry, options, message):
 
 
 def test_block_size_must_divide_the_rows(metadata_gguf):
-    geometry = ModelGeometry.from_gguf(metadata_gguf("llama", {"attention.head_count": 4, "attention.head_count_kv": 1,
-                                                               "attention.key_length": 40, "attention.value_length": 40}))
+    geometry = ModelGeometry.from_gguf(
+        metadata_gguf(
+            "llama",
+            {
+                "attention.head_count": 4,
+                "attention.head_count_kv": 1,
+                "attention.key_length": 40,
+                "attention.value_length": 40,
+            },
+        )
+    )
     with pytest.raises(HwkvError, match="cache type q8_0 stores blocks of 32 values, which does not divide rows of 40"):
         predict(geometry, None, type_k="q8_0")
 
 
 # against the runtime
+
 
 @pytest.fixture(scope="module")
 def native():
@@ -174,8 +225,11 @@ CONTEXTS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "policy"), [(name, policy) for name in POLICIES for policy in POLICIES[name]],
-                         ids=lambda x: x if isinstance(x, str) else f"n_sink {x.n_sink}")
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [(name, policy) for name in POLICIES for policy in POLICIES[name]],
+    ids=lambda x: x if isinstance(x, str) else f"n_sink {x.n_sink}",
+)
 def test_the_runtime_allocates_what_is_predicted(name, policy, request, native):
     """Every group's cells, heads and bytes, to the byte."""
     import llama_cpp
@@ -203,15 +257,25 @@ def test_the_runtime_allocates_what_is_predicted(name, policy, request, native):
             footprint = predict(geometry, policy, **options)
             predicted = footprint.to_dict()
             assert info["active"] and info["fingerprint"] == policy.fingerprint(geometry.n_layer)
-            assert (info["kv_bytes"], info["full_kv_bytes"]) == (predicted["kv_bytes"], predicted["full_kv_bytes"]), options
+            assert (info["kv_bytes"], info["full_kv_bytes"]) == (predicted["kv_bytes"], predicted["full_kv_bytes"]), (
+                options
+            )
             assert by_window(info["groups"]) == by_window(predicted["groups"]), options
     finally:
         llama_cpp.llama_model_free(model)
 
 
 def by_window(groups):
-    return {g["window"]: (g["cells"], g["streams"], g["heads"], g["bytes"],
-                          sorted((x["layer"], x["heads"], x["bytes"]) for x in g["layers"])) for g in groups}
+    return {
+        g["window"]: (
+            g["cells"],
+            g["streams"],
+            g["heads"],
+            g["bytes"],
+            sorted((x["layer"], x["heads"], x["bytes"]) for x in g["layers"]),
+        )
+        for g in groups
+    }
 
 
 def load_model(native, path, policy):
@@ -242,5 +306,6 @@ def test_geometry_agrees_with_the_runtime(name, request, native):
         llama_cpp.llama_model_free(model)
     assert theirs["architecture"] == geometry.architecture
     assert bool(theirs["refusal"]) == bool(geometry.refusal)
-    assert [(x["layer"], x["kind"], x["n_head"], x["n_head_kv"], x["head_dim_k"], x["head_dim_v"]) for x in theirs["layers"]] == [
-        (x.layer, x.kind, x.n_head, x.n_head_kv, x.head_dim_k, x.head_dim_v) for x in geometry.layers]
+    assert [
+        (x["layer"], x["kind"], x["n_head"], x["n_head_kv"], x["head_dim_k"], x["head_dim_v"]) for x in theirs["layers"]
+    ] == [(x.layer, x.kind, x.n_head, x.n_head_kv, x.head_dim_k, x.head_dim_v) for x in geometry.layers]

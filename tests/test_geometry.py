@@ -7,13 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import write_gguf
 from gguf import GGUFReader, GGUFValueType
 
 from hwkv_llamacpp import HwkvError, ModelGeometry
-from hwkv_llamacpp.gguf.geometry import ARCHITECTURES
 from hwkv_llamacpp.gguf.file import GGUFFile
-
-from conftest import write_gguf
+from hwkv_llamacpp.gguf.geometry import ARCHITECTURES
 
 LETTERS = {"A": "attention", "s": "swa", "r": "recurrent", "-": "none", "u": "reuse", "X": "unsupported"}
 
@@ -25,11 +24,19 @@ def kinds(geometry):
 
 # real models
 
+
 def test_smollm2(smollm2):
     geometry = ModelGeometry.from_gguf(smollm2)
-    assert (geometry.architecture, geometry.n_layer, geometry.n_ctx_train, geometry.n_vocab) == ("llama", 30, 8192, 49152)
+    assert (geometry.architecture, geometry.n_layer, geometry.n_ctx_train, geometry.n_vocab) == (
+        "llama",
+        30,
+        8192,
+        49152,
+    )
     assert kinds(geometry) == "A" * 30
-    assert {(x.n_head, x.n_head_kv, x.n_gqa, x.head_dim_k, x.head_dim_v) for x in geometry.layers} == {(9, 3, 3, 64, 64)}
+    assert {(x.n_head, x.n_head_kv, x.n_gqa, x.head_dim_k, x.head_dim_v) for x in geometry.layers} == {
+        (9, 3, 3, 64, 64)
+    }
     assert geometry.kv_bytes_per_token == 30 * 3 * 128 * 2
 
 
@@ -58,33 +65,59 @@ def test_header_agrees_with_gguf_reader(mini_hybrid):
             assert field.start == reader.fields[key].offset
         assert file.data_start == reader.data_offset
         assert [(t.name, t.type, t.n_bytes) for t in file.tensors] == [
-            (t.name, t.tensor_type, t.n_bytes) for t in reader.tensors]
+            (t.name, t.tensor_type, t.n_bytes) for t in reader.tensors
+        ]
 
 
 # models from the field, by their metadata
 
+
 def test_lfm2_1_2b(metadata_gguf):
     heads = [0, 0, 8, 0, 0, 8, 0, 0, 8, 0, 8, 0, 8, 0, 8, 0]
-    geometry = ModelGeometry.from_gguf(metadata_gguf("lfm2", {
-        "block_count": 16, "embedding_length": 2048, "attention.head_count": 32, "attention.head_count_kv": heads,
-        "shortconv.l_cache": 3}))
+    geometry = ModelGeometry.from_gguf(
+        metadata_gguf(
+            "lfm2",
+            {
+                "block_count": 16,
+                "embedding_length": 2048,
+                "attention.head_count": 32,
+                "attention.head_count_kv": heads,
+                "shortconv.l_cache": 3,
+            },
+        )
+    )
     assert [x.layer for x in geometry.configurable] == [2, 5, 8, 10, 12, 14]
     assert geometry.layers[2].head_dim_k == 64
     assert geometry.kv_bytes_per_token * 32768 == 384 * 2**20
 
 
 def test_qwen36_35b_a3b(metadata_gguf):
-    geometry = ModelGeometry.from_gguf(metadata_gguf("qwen35moe", {
-        "block_count": 40, "embedding_length": 2048, "attention.head_count": 16, "attention.head_count_kv": 2,
-        "attention.key_length": 256, "attention.value_length": 256, "full_attention_interval": 4}))
+    geometry = ModelGeometry.from_gguf(
+        metadata_gguf(
+            "qwen35moe",
+            {
+                "block_count": 40,
+                "embedding_length": 2048,
+                "attention.head_count": 16,
+                "attention.head_count_kv": 2,
+                "attention.key_length": 256,
+                "attention.value_length": 256,
+                "full_attention_interval": 4,
+            },
+        )
+    )
     assert kinds(geometry) == "rrrA" * 10
     assert geometry.kv_bytes_per_token == 20_480
 
 
 def test_granite_4_hybrid(metadata_gguf):
     heads = [4 if il in (5, 15, 25, 35) else 0 for il in range(40)]
-    geometry = ModelGeometry.from_gguf(metadata_gguf("granitehybrid", {
-        "block_count": 40, "embedding_length": 1536, "attention.head_count": 12, "attention.head_count_kv": heads}))
+    geometry = ModelGeometry.from_gguf(
+        metadata_gguf(
+            "granitehybrid",
+            {"block_count": 40, "embedding_length": 1536, "attention.head_count": 12, "attention.head_count_kv": heads},
+        )
+    )
     assert [x.layer for x in geometry.configurable] == [5, 15, 25, 35]
     assert geometry.kv_bytes_per_token == 4 * 4 * 256 * 2
 
@@ -132,8 +165,11 @@ RULES = [
     ("smallthinker", {}, "AAAA"),
     # sliding layers that the file lists
     ("gemma4", {**SLIDING, "attention.sliding_window_pattern": [True, False, True, False]}, "sAsA"),
-    ("gemma4", {**SLIDING, "attention.sliding_window_pattern": [True, False, True, False],
-                "attention.shared_kv_layers": 2}, "sAuu"),
+    (
+        "gemma4",
+        {**SLIDING, "attention.sliding_window_pattern": [True, False, True, False], "attention.shared_kv_layers": 2},
+        "sAuu",
+    ),
     ("granite_swa", {**SLIDING, "attention.sliding_window_pattern": [False, True]}, "AsAA"),
     ("maple", {**SLIDING, "attention.sliding_window_pattern": [1, 0, 0, 1]}, "sAAs"),
     ("mimo2", {**SLIDING, "attention.sliding_window_pattern": [0, 1, 1, 0], "nextn_predict_layers": 1}, "Ass-"),
@@ -147,8 +183,16 @@ RULES = [
     ("minimax-01", {"block_count": 8}, "rrrrrrrA"),
     ("jamba", {"attention.head_count_kv": [0, 4, 0, 0]}, "rArr"),
     ("falcon-h1", {}, "AAAA"),
-    ("plamo2", {"attention.head_count": [0, 8, 0, 8], "attention.head_count_kv": [0, 4, 0, 4],
-                "attention.key_length": 128, "attention.value_length": 128}, "rArA"),
+    (
+        "plamo2",
+        {
+            "attention.head_count": [0, 8, 0, 8],
+            "attention.head_count_kv": [0, 4, 0, 4],
+            "attention.key_length": 128,
+            "attention.value_length": 128,
+        },
+        "rArA",
+    ),
     ("nemotron_h", {"attention.head_count_kv": [0, 2, 0, 0], "feed_forward_length": [0, 0, 512, 0]}, "rA-r"),
     ("lfm2", {"attention.head_count_kv": [0, 8, 0, 8], **SLIDING}, "rsrs"),
     ("lfm2moe", {"attention.head_count_kv": [0, 8, 0, 8]}, "rArA"),
@@ -156,8 +200,11 @@ RULES = [
     # refused as a whole
     ("deepseek2", {"attention.key_length_mla": 192, "attention.value_length_mla": 128}, "XXXX"),
     ("deepseek2", {}, "AAAA"),
-    ("kimi-linear", {"attention.key_length_mla": 192, "attention.value_length_mla": 128,
-                     "attention.head_count_kv": [0, 0, 0, 1]}, "rrrX"),
+    (
+        "kimi-linear",
+        {"attention.key_length_mla": 192, "attention.value_length_mla": 128, "attention.head_count_kv": [0, 0, 0, 1]},
+        "rrrX",
+    ),
     ("baichuan", {"block_count": 40}, "X" * 40),
     ("baichuan", {}, "AAAA"),
     ("mpt", {"attention.max_alibi_bias": 8.0}, "XXXX"),
@@ -180,9 +227,18 @@ def test_rules(metadata_gguf, architecture, keys, expected):
 
 def test_head_sizes(metadata_gguf):
     """Sliding layers may have other head sizes than global ones; by default both are n_embd / n_head."""
-    path = metadata_gguf("gemma4", {
-        **SLIDING, "attention.sliding_window_pattern": [1, 0, 1, 0], "attention.head_count_kv": [4, 2, 4, 2],
-        "attention.key_length": 512, "attention.value_length": 256, "attention.key_length_swa": 64, "attention.value_length_swa": 32})
+    path = metadata_gguf(
+        "gemma4",
+        {
+            **SLIDING,
+            "attention.sliding_window_pattern": [1, 0, 1, 0],
+            "attention.head_count_kv": [4, 2, 4, 2],
+            "attention.key_length": 512,
+            "attention.value_length": 256,
+            "attention.key_length_swa": 64,
+            "attention.value_length_swa": 32,
+        },
+    )
     sizes = [(x.n_head_kv, x.head_dim_k, x.head_dim_v) for x in ModelGeometry.from_gguf(path).layers]
     assert sizes == [(4, 64, 32), (2, 512, 256)] * 2
     assert {(x.n_head_kv, x.head_dim_k) for x in ModelGeometry.from_gguf(metadata_gguf("llama")).layers} == {(8, 128)}
@@ -216,8 +272,10 @@ def test_every_architecture_agrees_with_the_runtime(random_models):
         llama_cpp.llama_model_free(model)
         assert bool(theirs["refusal"]) == bool(geometry.refusal), path
         if not geometry.refusal:
-            assert [(x["layer"], x["kind"], x["n_head"], x["n_head_kv"], x["head_dim_k"], x["head_dim_v"]) for x in theirs["layers"]] == [
-                (x.layer, x.kind, x.n_head, x.n_head_kv, x.head_dim_k, x.head_dim_v) for x in geometry.layers], path
+            assert [
+                (x["layer"], x["kind"], x["n_head"], x["n_head_kv"], x["head_dim_k"], x["head_dim_v"])
+                for x in theirs["layers"]
+            ] == [(x.layer, x.kind, x.n_head, x.n_head_kv, x.head_dim_k, x.head_dim_v) for x in geometry.layers], path
 
 
 def test_fingerprint_is_of_the_shape_only(metadata_gguf):
@@ -230,6 +288,7 @@ def test_fingerprint_is_of_the_shape_only(metadata_gguf):
 
 # files that are not what they should be
 
+
 def error(path):
     with pytest.raises(HwkvError) as caught:
         ModelGeometry.from_gguf(path)
@@ -240,22 +299,45 @@ def error(path):
 
 BAD_KEYS = [
     ("zzz", {}, "FILE: architecture 'zzz' is not known to this version"),
-    ("llama", {"block_count": 0}, "FILE: key 'llama.block_count' is 0 (0 of them for next-token prediction), 1 to 512 expected"),
-    ("llama", {"block_count": 4_000_000_000},
-     "FILE: key 'llama.block_count' is 4000000000 (0 of them for next-token prediction), 1 to 512 expected"),
-    ("llama", {"nextn_predict_layers": 5},
-     "FILE: key 'llama.block_count' is 4 (5 of them for next-token prediction), 1 to 512 expected"),
+    (
+        "llama",
+        {"block_count": 0},
+        "FILE: key 'llama.block_count' is 0 (0 of them for next-token prediction), 1 to 512 expected",
+    ),
+    (
+        "llama",
+        {"block_count": 4_000_000_000},
+        "FILE: key 'llama.block_count' is 4000000000 (0 of them for next-token prediction), 1 to 512 expected",
+    ),
+    (
+        "llama",
+        {"nextn_predict_layers": 5},
+        "FILE: key 'llama.block_count' is 4 (5 of them for next-token prediction), 1 to 512 expected",
+    ),
     ("llama", {"block_count": "four"}, "FILE: key 'llama.block_count' is 'four', a non-negative integer expected"),
-    ("llama", {"block_count": (-4, GGUFValueType.INT32)}, "FILE: key 'llama.block_count' is -4, a non-negative integer expected"),
-    ("llama", {"attention.head_count_kv": [4, 4]},
-     "FILE: key 'llama.attention.head_count_kv' has 2 values, one for each of 4 blocks expected"),
-    ("llama", {"attention.head_count_kv": ["a", "b", "c", "d"]},
-     "FILE: key 'llama.attention.head_count_kv' holds something else than non-negative integers"),
+    (
+        "llama",
+        {"block_count": (-4, GGUFValueType.INT32)},
+        "FILE: key 'llama.block_count' is -4, a non-negative integer expected",
+    ),
+    (
+        "llama",
+        {"attention.head_count_kv": [4, 4]},
+        "FILE: key 'llama.attention.head_count_kv' has 2 values, one for each of 4 blocks expected",
+    ),
+    (
+        "llama",
+        {"attention.head_count_kv": ["a", "b", "c", "d"]},
+        "FILE: key 'llama.attention.head_count_kv' holds something else than non-negative integers",
+    ),
     ("cohere2", {}, "FILE: key 'cohere2.attention.sliding_window' is missing"),
     ("mimo2", SLIDING, "FILE: key 'mimo2.attention.sliding_window_pattern' is missing, an array expected"),
     ("qwen35", {"full_attention_interval": 0}, "FILE: key 'qwen35.full_attention_interval' is 0"),
-    ("gemma4", {**SLIDING, "attention.sliding_window_pattern": [1, 0, 1, 0], "attention.shared_kv_layers": 3},
-     "FILE: key 'gemma4.attention.shared_kv_layers' leaves 1 layers with KV of their own, at least 2 expected"),
+    (
+        "gemma4",
+        {**SLIDING, "attention.sliding_window_pattern": [1, 0, 1, 0], "attention.shared_kv_layers": 3},
+        "FILE: key 'gemma4.attention.shared_kv_layers' leaves 1 layers with KV of their own, at least 2 expected",
+    ),
     ("nanbeige", {"num_loops": 200}, "FILE: 4 layers repeated 200 times are more than 512"),
 ]
 
@@ -295,11 +377,24 @@ def test_versions_and_byte_order(tmp_path):
 @pytest.fixture
 def tiny(tmp_path):
     """A complete llama-shaped GGUF of a few KB, with keys of every type."""
-    return write_gguf(tmp_path / "tiny.gguf", "llama", {
-        "context_length": 512, "embedding_length": 64, "block_count": 2, "attention.head_count": 4,
-        "tokenizer.ggml.tokens": ["a", "b", "ü"], "x.floats": [0.5, 1.5], "x.flag": True, "x.text": "täxt",
-        "x.i8": (-3, GGUFValueType.INT8), "x.u64": (2**63, GGUFValueType.UINT64), "x.f64": (1e300, GGUFValueType.FLOAT64),
-    }, {"token_embd.weight": np.ones((3, 64), np.float32), "output.weight": np.ones((5, 64), np.float16)})
+    return write_gguf(
+        tmp_path / "tiny.gguf",
+        "llama",
+        {
+            "context_length": 512,
+            "embedding_length": 64,
+            "block_count": 2,
+            "attention.head_count": 4,
+            "tokenizer.ggml.tokens": ["a", "b", "ü"],
+            "x.floats": [0.5, 1.5],
+            "x.flag": True,
+            "x.text": "täxt",
+            "x.i8": (-3, GGUFValueType.INT8),
+            "x.u64": (2**63, GGUFValueType.UINT64),
+            "x.f64": (1e300, GGUFValueType.FLOAT64),
+        },
+        {"token_embd.weight": np.ones((3, 64), np.float32), "output.weight": np.ones((5, 64), np.float16)},
+    )
 
 
 def test_truncated_anywhere(tiny, tmp_path):
@@ -344,11 +439,19 @@ def test_duplicate_key(tmp_path):
 
 # split models
 
+
 def split(tmp_path, n=3, prefix="big"):
     keys = {"context_length": 512, "embedding_length": 64, "block_count": 2, "attention.head_count": 4}
     for no in range(n):
-        write_gguf(tmp_path / f"{prefix}-{no + 1:05d}-of-{n:05d}.gguf", "llama", {
-            **(keys if no == 0 else {}), "split.no": (no, GGUFValueType.UINT16), "split.count": (n, GGUFValueType.UINT16)})
+        write_gguf(
+            tmp_path / f"{prefix}-{no + 1:05d}-of-{n:05d}.gguf",
+            "llama",
+            {
+                **(keys if no == 0 else {}),
+                "split.no": (no, GGUFValueType.UINT16),
+                "split.count": (n, GGUFValueType.UINT16),
+            },
+        )
     return [tmp_path / f"{prefix}-{no + 1:05d}-of-{n:05d}.gguf" for no in range(n)]
 
 

@@ -29,7 +29,10 @@ def png_size(path):
 @pytest.mark.parametrize(("n_layers", "n_heads"), [(1, 1), (4, 4), (30, 3), (60, 8), (32, 32)])
 def test_pictures_of_every_size(tmp_path, n_layers, n_heads):
     path = tmp_path / "p.png"
-    plot(Policy({il: [None if (il + i) % 3 == 0 else 64 << i % 8 for i in range(n_heads)] for il in range(n_layers)}), path)
+    plot(
+        Policy({il: [None if (il + i) % 3 == 0 else 64 << i % 8 for i in range(n_heads)] for il in range(n_layers)}),
+        path,
+    )
     width, height = png_size(path)
     assert 400 < width < 4000 and 150 < height < 4000
     assert list(tmp_path.iterdir()) == [path]
@@ -61,9 +64,20 @@ def test_layers_that_the_policy_does_not_list(mini_hybrid):
     assert texts(figure) == ["1", "2", "3", "4"] + ["full"] * 4
 
 
-@pytest.mark.parametrize(("window", "text"), [
-    (1, "1"), (1000, "1000"), (1024, "1K"), (1500, "1.46K"), (131072, "128K"), (1023 * 1024 + 5, "1023K"), (2**20, "1M"),
-    (2**31 - 1, "2G"), (None, "full")])
+@pytest.mark.parametrize(
+    ("window", "text"),
+    [
+        (1, "1"),
+        (1000, "1000"),
+        (1024, "1K"),
+        (1500, "1.46K"),
+        (131072, "128K"),
+        (1023 * 1024 + 5, "1023K"),
+        (2**20, "1M"),
+        (2**31 - 1, "2G"),
+        (None, "full"),
+    ],
+)
 def test_short(window, text):
     assert short(window) == text
 

@@ -21,8 +21,8 @@ from minilang import needle_prompt
 from reference.random_models import write_llama, write_qwen35
 
 from hwkv_llamacpp import HwkvError, ModelGeometry, Policy
-from hwkv_llamacpp.runtime import native
 from hwkv_llamacpp.calibration.replay import replay
+from hwkv_llamacpp.runtime import native
 
 try:
     native.library()
@@ -41,7 +41,9 @@ NO_FLASH_ATTENTION = {"grok-moe"}  # llama.cpp turns it off there
 
 
 def options(n_ubatch=64, type_k="f16", type_v="f16"):
-    return RuntimeOptions(n_ubatch, type_k, type_v, n_gpu_layers=int(os.environ.get("HWKV_TEST_GPU_LAYERS", "0")), n_threads=1)
+    return RuntimeOptions(
+        n_ubatch, type_k, type_v, n_gpu_layers=int(os.environ.get("HWKV_TEST_GPU_LAYERS", "0")), n_threads=1
+    )
 
 
 def samples_of(traces, rng, n=16):
@@ -61,16 +63,25 @@ def replayed(layerwise, layer, row, n_sink=0):
         heads = []
         for h, window in enumerate(row):
             group = slice(h * n_gqa, (h + 1) * n_gqa)
-            heads.append(replay(queries[i][:, group], positions, *layerwise.keys_values(layer, h, i), [] if window is None else [window],
-                                scale=attention["scale"], n_sink=n_sink, softcap=attention["softcap"],
-                                sinks=None if attention["sinks"] is None else attention["sinks"][group])[0])
+            heads.append(
+                replay(
+                    queries[i][:, group],
+                    positions,
+                    *layerwise.keys_values(layer, h, i),
+                    [] if window is None else [window],
+                    scale=attention["scale"],
+                    n_sink=n_sink,
+                    softcap=attention["softcap"],
+                    sinks=None if attention["sinks"] is None else attention["sinks"][group],
+                )[0]
+            )
         result.append(np.concatenate(heads, axis=1))
     return result
 
 
 def error(actual, expected):
     actual, expected = (np.concatenate(x).astype(np.float64) for x in (actual, expected))
-    return ((actual - expected) ** 2).sum() / (expected ** 2).sum()
+    return ((actual - expected) ** 2).sum() / (expected**2).sum()
 
 
 def walk(layerwise, layers, rows, n_sink=0):
@@ -102,9 +113,11 @@ def deep_hybrid(tmp_path_factory):
 
 CASES = [
     # lengths: 193 = 3 x 64 + 1, so that the last ubatch is one token
-    *(("mini_hybrid", n_ubatch, type_k, type_v, lengths, TOLERANCE)
-      for n_ubatch, lengths in ((64, (193,)), (64, (200, 77, 131)), (512, (513,)), (512, (300, 1, 222)))
-      for type_k, type_v in (("f16", "f16"), ("q8_0", "q8_0"), ("q4_0", "q4_0"))),
+    *(
+        ("mini_hybrid", n_ubatch, type_k, type_v, lengths, TOLERANCE)
+        for n_ubatch, lengths in ((64, (193,)), (64, (200, 77, 131)), (512, (513,)), (512, (300, 1, 222)))
+        for type_k, type_v in (("f16", "f16"), ("q8_0", "q8_0"), ("q4_0", "q4_0"))
+    ),
     ("mini_hybrid", 64, "f32", "f32", (193,), TOLERANCE),
     ("smollm2", 64, "f16", "f16", (65, 40), 1e-5),
     ("smollm2", 512, "q8_0", "q4_0", (90, 40), 1e-3),
@@ -125,7 +138,9 @@ def test_output_is_the_replay_of_what_was_captured(request, name, n_ubatch, type
         with Layerwise(model, traces, samples_of(traces, rng)) as layerwise:
             for layer, row, expected in walk(layerwise, layers, rows, n_sink):
                 outputs = layerwise.outputs(layer)
-                assert [x.shape for x in outputs] == [(len(p), layer.n_head, layer.head_dim_v) for p in layerwise.samples]
+                assert [x.shape for x in outputs] == [
+                    (len(p), layer.n_head, layer.head_dim_v) for p in layerwise.samples
+                ]
                 worst = max(worst, error(outputs, expected))
                 assert worst <= tolerance, f"layer {layer.layer}, row {row}"
                 if (type_k, lengths) == ("f16", (193,)):
@@ -190,11 +205,17 @@ def test_every_architecture(random_models, n_sink):
 
 # the last run against the grouped cache
 
+
 def logits_of(layerwise, wanted):
     """Logits [len(wanted), n_vocab] after the batch's tokens `wanted`; the run that made them had these flagged."""
     llama_cpp = native.load()
     n_vocab = layerwise._context.model.n_vocab
-    return np.array([np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(layerwise._ctx, int(i)), (n_vocab,)).copy() for i in wanted])
+    return np.array(
+        [
+            np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(layerwise._ctx, int(i)), (n_vocab,)).copy()
+            for i in wanted
+        ]
+    )
 
 
 def final_logits(layerwise, layers, rows, n_last, n_sink=0):
@@ -221,8 +242,13 @@ def nmse(actual, expected):
 
 
 # the same kernels see the same cells: mostly not one bit differs. Several traces split into other ubatches than one
-LOGITS = [("deep_hybrid", 64, "f16", (193,)), ("deep_hybrid", 64, "q4_0", (200, 77, 131)), ("deep_hybrid", 512, "f16", (513,)),
-          ("smollm2", 64, "f16", (97,)), ("gemma3", 64, "f16", (97,))]
+LOGITS = [
+    ("deep_hybrid", 64, "f16", (193,)),
+    ("deep_hybrid", 64, "q4_0", (200, 77, 131)),
+    ("deep_hybrid", 512, "f16", (513,)),
+    ("smollm2", 64, "f16", (97,)),
+    ("gemma3", 64, "f16", (97,)),
+]
 LOGITS_LIMIT = 1e-5
 
 
@@ -250,7 +276,10 @@ def test_logits_are_those_of_the_grouped_cache(request, name, n_ubatch, type_kv,
         with Layerwise(model, traces, samples_of(traces, rng)) as layerwise:
             actual = final_logits(layerwise, layers, rows, n_last, n_sink)
             full = final_logits(layerwise, layers, [(None,) * layer.n_head_kv for layer in layers], n_last)
-        expected, expected_full = grouped(Policy({layer.layer: row for layer, row in zip(layers, rows)}, n_sink)), grouped(None)
+        expected, expected_full = (
+            grouped(Policy({layer.layer: row for layer, row in zip(layers, rows)}, n_sink)),
+            grouped(None),
+        )
     off, off_full, moved = nmse(actual, expected), nmse(full, expected_full), nmse(expected, expected_full)
     print(f"NMSE {off:.1e} under the policy, {off_full:.1e} with full KV; the policy moves logits by {moved:.1e}")
     assert max(off, off_full) <= LOGITS_LIMIT
@@ -258,6 +287,7 @@ def test_logits_are_those_of_the_grouped_cache(request, name, n_ubatch, type_kv,
 
 
 # saved states
+
 
 def captured(layerwise, layer):
     """Everything that a calibration reads at the cut of a layer, as one array."""
@@ -332,7 +362,9 @@ def test_what_cannot_be_run_is_said_and_does_no_harm(deep_hybrid):
     with Model(path, options()) as model:
         traces = [rng.integers(0, model.n_vocab, 100).astype(np.int32)]
         with Layerwise(model, traces, samples_of(traces, rng)) as layerwise:
-            with pytest.raises(HwkvError, match=f"from layer {first} to layer {second} failed: nothing is kept at layer {first}"):
+            with pytest.raises(
+                HwkvError, match=f"from layer {first} to layer {second} failed: nothing is kept at layer {first}"
+            ):
                 layerwise.run(first, second)
             layerwise.run(START, first)
             before = captured(layerwise, layers[0])
@@ -343,12 +375,15 @@ def test_what_cannot_be_run_is_said_and_does_no_harm(deep_hybrid):
             assert (captured(layerwise, layers[0]) == before).all()
             with pytest.raises(HwkvError, match="no state 7 is kept"):
                 layerwise.restore(7)
-            with pytest.raises(HwkvError, match=f"the cache of layer {first} does not hold the 101 positions of trace 0"):
+            with pytest.raises(
+                HwkvError, match=f"the cache of layer {first} does not hold the 101 positions of trace 0"
+            ):
                 layerwise.traces = [np.append(traces[0], 1)]
                 layerwise.keys_values(layers[0], 0, 0)
 
 
 # the garbage collector
+
 
 @contextmanager
 def collecting():
@@ -383,7 +418,10 @@ def test_garbage_collection_changes_nothing(deep_hybrid):
             context.itself = context  # only the collector finds it, and its model
             del dropped, context
             logits = final_logits(layerwise, layers, rows, 3)
-            return [logits, *(np.concatenate(layerwise.outputs(layer)) for layer, _, _ in walk(layerwise, layers, rows))]
+            return [
+                logits,
+                *(np.concatenate(layerwise.outputs(layer)) for layer, _, _ in walk(layerwise, layers, rows)),
+            ]
 
     expected = results()
     with collecting():

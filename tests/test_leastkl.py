@@ -10,20 +10,20 @@ import pytest
 from minilang import needle_prompt
 
 from hwkv_llamacpp import HwkvError, ModelGeometry, Policy
-from hwkv_llamacpp.runtime import native
 from hwkv_llamacpp.calibration import trace as traces
-from hwkv_llamacpp.policy.budget import Budget
 from hwkv_llamacpp.calibration.run import Settings
+from hwkv_llamacpp.policy.budget import Budget
+from hwkv_llamacpp.runtime import native
 
 try:
     native.library()
 except HwkvError as error:
     pytest.skip(str(error), allow_module_level=True)
 
-from hwkv_llamacpp.calibration.methods import leastkl, seqcalib
 from hwkv_llamacpp.calibration.calibrate import calibrate
-from hwkv_llamacpp.runtime.context import Model, RuntimeOptions
+from hwkv_llamacpp.calibration.methods import leastkl, seqcalib
 from hwkv_llamacpp.calibration.sensitivity import Sensitivity, measure
+from hwkv_llamacpp.runtime.context import Model, RuntimeOptions
 
 MODEL = Path(__file__).parent / "data" / "mini-hybrid-f16.gguf"
 OPTIONS = RuntimeOptions(n_ubatch=256, n_gpu_layers=0, n_threads=1)
@@ -45,7 +45,13 @@ def geometry():
 @pytest.fixture(scope="module")
 def trace(model):
     """Facts and questions in the miniature's language; the second halves need far keys."""
-    texts = ["".join(f"{prompt} {value}." for prompt, value in (needle_prompt(seed, 350, 250) for seed in range(first, first + 4))) for first in (0, 4, 8)]
+    texts = [
+        "".join(
+            f"{prompt} {value}."
+            for prompt, value in (needle_prompt(seed, 350, 250) for seed in range(first, first + 4))
+        )
+        for first in (0, 4, 8)
+    ]
     first, second, third = (model.tokenize(text, add_special=True)[:N] for text in texts)
     return traces.Trace((first, second), (third,), {"text": "needles"})
 
@@ -64,7 +70,7 @@ def log_probabilities(model, policy, tokens, positions):
     """Through the grouped cache, token positions of one text."""
     wanted = np.isin(np.arange(len(tokens)), positions)
     with model.context(policy, len(tokens)) as context:
-        parts = [context.decode(tokens[i:i + 256], i, wanted[i:i + 256]) for i in range(0, len(tokens), 256)]
+        parts = [context.decode(tokens[i : i + 256], i, wanted[i : i + 256]) for i in range(0, len(tokens), 256)]
     logits = np.concatenate(parts).astype(np.float64)
     return logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
 
@@ -80,8 +86,12 @@ def test_the_divergence_is_that_of_a_policy_with_one_windowed_head(model, geomet
     for layer, sensitivity in zip(layers, found, strict=True):
         for head in range(layer.n_head_kv):
             policy = Policy({layer.layer: [16 if i == head else None for i in range(layer.n_head_kv)]}, n_sink)
-            kl = np.concatenate([(np.exp(p) * (p - log_probabilities(model, policy, t, at))).sum(1)
-                                 for p, t, at in zip(full, trace.sequences, positions)]).mean()
+            kl = np.concatenate(
+                [
+                    (np.exp(p) * (p - log_probabilities(model, policy, t, at))).sum(1)
+                    for p, t, at in zip(full, trace.sequences, positions)
+                ]
+            ).mean()
             worst = max(worst, abs(kl - sensitivity.kl[head]) / max(kl, 1e-6))
     print(f"KL of {[s.kl.round(5).tolist() for s in found]}, largest relative difference {worst:.1e}")
     assert worst < 0.02 and max(s.kl.max() for s in found) > 0.02
@@ -92,7 +102,9 @@ def test_weights():
     found = Sensitivity(3, np.array([0.4, 0.1, 0.0]), np.array([0.1, 0.1, 0.05]))
     assert found.weights == pytest.approx([np.sqrt(4 * 2), np.sqrt(1 * 2), 0])
     assert (Sensitivity(3, np.zeros(2), np.zeros(2)).weights == 0).all()
-    assert (Sensitivity(3, np.array([-1e-17, 0.4]), np.array([0.1, 0.1])).weights == pytest.approx([0, np.sqrt(4 * 2)]))  # a rounded zero
+    assert Sensitivity(3, np.array([-1e-17, 0.4]), np.array([0.1, 0.1])).weights == pytest.approx(
+        [0, np.sqrt(4 * 2)]
+    )  # a rounded zero
     assert Sensitivity.from_dict(json.loads(json.dumps(found.to_dict()))).to_dict() == found.to_dict()
 
 
@@ -110,11 +122,17 @@ def test_less_is_lost_than_with_thresholds(model, geometry, tmp_path):
     """At the sizes of SeqCalib's policies, on held-out text; one head of the miniature matters more than its output tells."""
     trace = traces.from_files(model, [native.ROOT / "policies" / "mini-hybrid" / "trace.txt"], 2048)
     common = {"windows": (64, 128, 256, 512, 1024), "n_queries": 256}
-    theirs = seqcalib.calibrate(model, geometry, trace, tmp_path / "seqcalib", Settings((0.98, 0.985, 0.99), **common), progress=False)
+    theirs = seqcalib.calibrate(
+        model, geometry, trace, tmp_path / "seqcalib", Settings((0.98, 0.985, 0.99), **common), progress=False
+    )
     budgets = tuple(Budget(2048, r.policy.retention(2048, geometry)) for r in theirs)
-    ours = leastkl.calibrate(model, geometry, trace, tmp_path / "leastkl", Settings(budgets=budgets, **common), progress=False)
+    ours = leastkl.calibrate(
+        model, geometry, trace, tmp_path / "leastkl", Settings(budgets=budgets, **common), progress=False
+    )
     for a, b in zip(theirs, ours, strict=True):
-        print(f"tau {a.tau} keeps {a.retention[2048]:.3f}: KL {a.distortion['kl']:.4f}; leastkl keeps {b.retention[2048]:.3f}: KL {b.distortion['kl']:.4f}")
+        print(
+            f"tau {a.tau} keeps {a.retention[2048]:.3f}: KL {a.distortion['kl']:.4f}; leastkl keeps {b.retention[2048]:.3f}: KL {b.distortion['kl']:.4f}"
+        )
         assert b.retention[2048] <= a.retention[2048]
     assert np.mean([np.log(b.distortion["kl"] / a.distortion["kl"]) for a, b in zip(theirs, ours)]) < np.log(0.5)
 
@@ -132,15 +150,33 @@ def test_a_run_that_lost_files_gives_the_same(run, model, geometry, trace, tmp_p
     assert [r.distortion for r in again] == [r.distortion for r in records]
 
 
-@pytest.mark.parametrize(("pattern", "text", "message"), [
-    ("*sensitivity.json", '{"layer": 3, "kl": [1], "error": [1], "seconds": 0}', "1 KV heads of layer 3; 4 of layer"),
-    ("*sensitivity.json", '{"layer": 3, "kl": [1, 2], "error": [1], "seconds": 0}', "kl and error have the shapes (2,) and (1,), one number per KV head expected"),
-    ("errors-*.json", '{"windows": [16, 32, 64, 128, 256], "errors": {"3": [[1]], "7": [[1]]}, "seconds": 0}',
-     "errors of layer 3 have the shape (1, 1), (4, 5) expected"),
-    ("errors-*.json", '{"windows": [16], "errors": {"3": [[1]], "7": [[1]]}}', "errors under the windows [16], [16, 32, 64, 128, 256] expected"),
-    ("errors-*.json", '{"errors": {"3": 1}}', "key '7' is missing"),
-    ("errors-*.json", "{", "Expecting property name"),
-])
+@pytest.mark.parametrize(
+    ("pattern", "text", "message"),
+    [
+        (
+            "*sensitivity.json",
+            '{"layer": 3, "kl": [1], "error": [1], "seconds": 0}',
+            "1 KV heads of layer 3; 4 of layer",
+        ),
+        (
+            "*sensitivity.json",
+            '{"layer": 3, "kl": [1, 2], "error": [1], "seconds": 0}',
+            "kl and error have the shapes (2,) and (1,), one number per KV head expected",
+        ),
+        (
+            "errors-*.json",
+            '{"windows": [16, 32, 64, 128, 256], "errors": {"3": [[1]], "7": [[1]]}, "seconds": 0}',
+            "errors of layer 3 have the shape (1, 1), (4, 5) expected",
+        ),
+        (
+            "errors-*.json",
+            '{"windows": [16], "errors": {"3": [[1]], "7": [[1]]}}',
+            "errors under the windows [16], [16, 32, 64, 128, 256] expected",
+        ),
+        ("errors-*.json", '{"errors": {"3": 1}}', "key '7' is missing"),
+        ("errors-*.json", "{", "Expecting property name"),
+    ],
+)
 def test_foreign_files_are_named(run, model, geometry, trace, tmp_path, pattern, text, message):
     shutil.copytree(run[0], tmp_path / "run")
     for path in (tmp_path / "run" / "layers").glob(pattern):
@@ -157,7 +193,10 @@ def test_duo_from_a_run(run, hwkv, geometry, tmp_path):
     assert code == 0, err
     policy = Policy.load(tmp_path / "duo.json")
     assert {w for row in policy.layers.values() for w in row} == {None, 16} and policy.layers[7][1] is None
-    for changed, message in ((["--window", 17], "--window is 17; the run in"), (["--window", 16, "--sink", 1], "no finished run of hwkv calibrate --method leastkl with --sink 1")):
+    for changed, message in (
+        (["--window", 17], "--window is 17; the run in"),
+        (["--window", 16, "--sink", 1], "no finished run of hwkv calibrate --method leastkl with --sink 1"),
+    ):
         code, _, err = hwkv(*words, "-o", tmp_path / "other.json", *changed)
         assert code == 1 and message in err and not (tmp_path / "other.json").exists()
 
@@ -167,7 +206,9 @@ def test_duo_refuses_a_run_of_another_model(run, hwkv, tmp_path):
     shutil.copytree(run[0], other)
     held = json.loads((other / "run.json").read_text())
     (other / "run.json").write_text(json.dumps({**held, "model_fingerprint": "ab"}))
-    code, _, err = hwkv("policy", "make", "duo", MODEL, "--run", other, "--retention", 0.3, "-c", N, "--sink", 0, "--window", 16)
+    code, _, err = hwkv(
+        "policy", "make", "duo", MODEL, "--run", other, "--retention", 0.3, "-c", N, "--sink", 0, "--window", 16
+    )
     assert code == 1 and f"{other}: a run of another model: its model_fingerprint is ab" in err
 
 
@@ -176,15 +217,28 @@ def test_another_method_needs_another_folder(run, model, geometry, trace):
         seqcalib.calibrate(model, geometry, trace, run[0], settings(), progress=False)
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    ({"tau": 0.9}, "tau is a threshold of the method seqcalib; leastkl takes a budget"),
-    ({"budget": 0.5, "budget_bytes": 5}, "at most one can select"),
-    ({"settings": Settings(probe_tokens=64)}, "sensitivities are measured on 64 tokens of each trace, more than 64 expected"),
-    ({"budget": 0.001}, "not even a window of 256 tokens for every KV head fits"),
-    ({"held_out_text": ["x.txt"]}, "held-out text without text to calibrate on"),
-    ({"method": "seqcalib", "settings": Settings(probe_tokens=256)}, "probe tokens are what the method leastkl measures"),
-    ({"method": "best"}, "no method is called 'best'; there are seqcalib, leastkl"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tau": 0.9}, "tau is a threshold of the method seqcalib; leastkl takes a budget"),
+        ({"budget": 0.5, "budget_bytes": 5}, "at most one can select"),
+        (
+            {"settings": Settings(probe_tokens=64)},
+            "sensitivities are measured on 64 tokens of each trace, more than 64 expected",
+        ),
+        ({"budget": 0.001}, "not even a window of 256 tokens for every KV head fits"),
+        ({"held_out_text": ["x.txt"]}, "held-out text without text to calibrate on"),
+        (
+            {"method": "seqcalib", "settings": Settings(probe_tokens=256)},
+            "probe tokens are what the method leastkl measures",
+        ),
+        ({"method": "best"}, "no method is called 'best'; there are seqcalib, leastkl"),
+    ],
+)
 def test_bad_input(arguments, message, tmp_path):
     with pytest.raises(HwkvError, match=re.escape(message)):
-        calibrate(MODEL, tmp_path / "run", **{"method": "leastkl", "n_tokens": 512, "options": OPTIONS, "progress": False, **arguments})
+        calibrate(
+            MODEL,
+            tmp_path / "run",
+            **{"method": "leastkl", "n_tokens": 512, "options": OPTIONS, "progress": False, **arguments},
+        )

@@ -16,11 +16,11 @@ from minilang import needle_prompt
 
 from hwkv_llamacpp import ModelGeometry, Policy
 from hwkv_llamacpp.baselines import handmade
-from hwkv_llamacpp.runtime import native
-from hwkv_llamacpp.gguf import testmodels
 from hwkv_llamacpp.cli.demo import diary
-from hwkv_llamacpp.gguf.embed import embed
 from hwkv_llamacpp.errors import HwkvError
+from hwkv_llamacpp.gguf import testmodels
+from hwkv_llamacpp.gguf.embed import embed
+from hwkv_llamacpp.runtime import native
 
 ROOT = Path(__file__).resolve().parent.parent
 MINI_HYBRID = ROOT / "tests" / "data" / "mini-hybrid-f16.gguf"
@@ -41,8 +41,21 @@ def new(model, policy, **more):
     """A Llama with small batches and the least noise."""
     from hwkv_llamacpp import Llama
 
-    return Llama(str(model), policy=policy, **{"n_ctx": 2048, "n_batch": 128, "n_ubatch": 128, "n_threads": 2, "flash_attn": True,
-                                               "type_k": F32, "type_v": F32, "verbose": False, **more})
+    return Llama(
+        str(model),
+        policy=policy,
+        **{
+            "n_ctx": 2048,
+            "n_batch": 128,
+            "n_ubatch": 128,
+            "n_threads": 2,
+            "flash_attn": True,
+            "type_k": F32,
+            "type_v": F32,
+            "verbose": False,
+            **more,
+        },
+    )
 
 
 def answer(llm, prompt, n=6, n_top=TOP):
@@ -65,8 +78,16 @@ def answer(llm, prompt, n=6, n_top=TOP):
 
 
 MODELS = {
-    "smollm2": (lambda: f32_copy(testmodels.smollm2()), [[None, 64, 100], [130, 64, 64], [64, 100, 64]], lambda: diary(110)),
-    "mini-hybrid": (lambda: MINI_HYBRID, [[64, None, 200, 64], [100, 64, None, 64]], lambda: needle_prompt(3, 1600, 900)[0]),
+    "smollm2": (
+        lambda: f32_copy(testmodels.smollm2()),
+        [[None, 64, 100], [130, 64, 64], [64, 100, 64]],
+        lambda: diary(110),
+    ),
+    "mini-hybrid": (
+        lambda: MINI_HYBRID,
+        [[64, None, 200, 64], [100, 64, None, 64]],
+        lambda: needle_prompt(3, 1600, 900)[0],
+    ),
 }
 
 
@@ -75,7 +96,9 @@ def setup(request):
     """(model path, policy, tokens of a long text)"""
     model, rows, text = MODELS[request.param]
     geometry = ModelGeometry.from_gguf(model())
-    policy = handmade.pattern(geometry, by_layer={layer.layer: rows[i % len(rows)] for i, layer in enumerate(geometry.configurable)})
+    policy = handmade.pattern(
+        geometry, by_layer={layer.layer: rows[i % len(rows)] for i, layer in enumerate(geometry.configurable)}
+    )
     llm = new(model(), None, n_ctx=256)
     return model(), policy, llm.tokenize(text().encode())
 
@@ -122,7 +145,9 @@ def test_calls_equal_a_new_object(setup, noise):
         assert turns[i][2].n_read <= len(turns[i][1]) - len(turns[i - 1][1]), "an appended prompt was read again"
 
 
-@pytest.mark.parametrize(("name", "n_sink"), [("jamba-dense", 0), ("falcon-h1-dense", 0), ("gpt-oss-moe", 0), ("llama-dense", 4)])
+@pytest.mark.parametrize(
+    ("name", "n_sink"), [("jamba-dense", 0), ("falcon-h1-dense", 0), ("gpt-oss-moe", 0), ("llama-dense", 4)]
+)
 def test_calls_on_other_architectures(random_models, name, n_sink):
     """With random weights a policy moves log-probabilities little, so those of the whole vocabulary are compared, and the limit is a share
     of what the policy does to them."""
@@ -142,8 +167,9 @@ def test_calls_on_other_architectures(random_models, name, n_sink):
 
 def test_reset_between_calls_changes_no_answer(setup, noise):
     model, policy, tokens = setup
-    for (what, _, kept), (_, _, reset) in zip(calls(new(model, policy), tokens),
-                                              calls(new(model, policy), tokens, lambda llm, i: i % 3 == 0 and llm.reset())):
+    for (what, _, kept), (_, _, reset) in zip(
+        calls(new(model, policy), tokens), calls(new(model, policy), tokens, lambda llm, i: i % 3 == 0 and llm.reset())
+    ):
         assert_same(reset, kept, noise, f"{what}, with reset() before some calls")
 
 
@@ -155,7 +181,7 @@ def test_going_back_by_hand_evaluates_again(setup, noise):
     llm.n_tokens = 300
     llm.eval(tokens[800:830])
     prompt = tokens[:300] + tokens[800:830]
-    assert llm.input_ids[:llm.n_tokens].tolist() == prompt
+    assert llm.input_ids[: llm.n_tokens].tolist() == prompt
     assert_same(answer(llm, prompt), answer(new(model, policy), prompt), noise, "rewound by hand")
 
 
@@ -171,7 +197,9 @@ def test_saved_state_goes_on(setup, noise):
     assert_same(turn, answer(new(model, policy), longer), noise, "after load_state")
     assert turn.n_read <= 40 + 8
     llm.load_state(state)
-    assert_same(answer(llm, tokens[:350]), answer(new(model, policy), tokens[:350]), noise, "shortened after load_state")
+    assert_same(
+        answer(llm, tokens[:350]), answer(new(model, policy), tokens[:350]), noise, "shortened after load_state"
+    )
 
 
 def test_state_of_another_policy_is_refused_and_forgotten(setup, noise):
@@ -207,9 +235,14 @@ def test_chat_and_stream_without_policy_are_stock(setup):
     messages = [{"role": "user", "content": "the old man ran to the sea"}]
     for llm in (stock, ours):
         assert isinstance(llm, stock_class)
-    replies = [llm.create_chat_completion(messages, temperature=0, max_tokens=8)["choices"][0]["message"]["content"] for llm in (stock, ours)]
+    replies = [
+        llm.create_chat_completion(messages, temperature=0, max_tokens=8)["choices"][0]["message"]["content"]
+        for llm in (stock, ours)
+    ]
     assert replies[0] == replies[1]
-    streamed = "".join(chunk["choices"][0]["text"] for chunk in ours("the old man", temperature=0, max_tokens=8, stream=True))
+    streamed = "".join(
+        chunk["choices"][0]["text"] for chunk in ours("the old man", temperature=0, max_tokens=8, stream=True)
+    )
     assert streamed == stock("the old man", temperature=0, max_tokens=8)["choices"][0]["text"]
 
 
@@ -223,9 +256,16 @@ def test_ten_turns_of_a_chat_under_a_policy(setup):
         for i, llm in enumerate(objects):
             stream = turn % 2 == i
             said = llm.create_chat_completion(messages, temperature=0, max_tokens=6, stream=stream)
-            replies.append("".join(chunk["choices"][0]["delta"].get("content", "") for chunk in said) if stream else said["choices"][0]["message"]["content"])
+            replies.append(
+                "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in said)
+                if stream
+                else said["choices"][0]["message"]["content"]
+            )
         assert replies[0] == replies[1], f"turn {turn}"
-        messages += [{"role": "assistant", "content": replies[0]}, {"role": "user", "content": f"and {turn} more of the same"}]
+        messages += [
+            {"role": "assistant", "content": replies[0]},
+            {"role": "user", "content": f"and {turn} more of the same"},
+        ]
     assert all(llm.hwkv_info()["active"] and llm.n_tokens > 450 for llm in objects)
 
 
@@ -237,13 +277,16 @@ def test_prompt_lookup_decoding_gives_the_same_tokens():
     policy = handmade.uniform(ModelGeometry.from_gguf(MINI_HYBRID), 64, [(7, 1)])
     results = []
     for draft in (None, LlamaPromptLookupDecoding(num_pred_tokens=5)):
-        llm = new(MINI_HYBRID, policy, n_ctx=1024, draft_model=draft, logits_all=True)  # stock needs it with n_ctx > n_batch
+        llm = new(
+            MINI_HYBRID, policy, n_ctx=1024, draft_model=draft, logits_all=True
+        )  # stock needs it with n_ctx > n_batch
         generated = llm.generate(prompt, temp=0.0)
         results.append([next(generated) for _ in range(24)])
     assert results[0] == results[1]
 
 
 # ---- the policy argument ------------------------------------------------------------------------------------------------
+
 
 @pytest.fixture(scope="module")
 def policy():
@@ -258,9 +301,22 @@ def test_forms_of_the_policy_argument(policy, tmp_path):
     path, gguf = tmp_path / "policy.json", tmp_path / "embedded.gguf"
     policy.save(path)
     embed(MINI_HYBRID, policy, gguf)
-    for model, form in ((MINI_HYBRID, policy), (MINI_HYBRID, path), (MINI_HYBRID, str(path)), (MINI_HYBRID, gguf), (gguf, "embedded"), (gguf, "auto")):
+    for model, form in (
+        (MINI_HYBRID, policy),
+        (MINI_HYBRID, path),
+        (MINI_HYBRID, str(path)),
+        (MINI_HYBRID, gguf),
+        (gguf, "embedded"),
+        (gguf, "auto"),
+    ):
         assert new(model, form, n_ctx=1024).hwkv_info()["fingerprint"] == fingerprint(policy)
-    for model, form in ((MINI_HYBRID, None), (MINI_HYBRID, "off"), (gguf, None), (MINI_HYBRID, "auto"), (MINI_HYBRID, Policy())):
+    for model, form in (
+        (MINI_HYBRID, None),
+        (MINI_HYBRID, "off"),
+        (gguf, None),
+        (MINI_HYBRID, "auto"),
+        (MINI_HYBRID, Policy()),
+    ):
         assert new(model, form, n_ctx=1024).hwkv_info() == {"active": False}
     with pytest.raises(HwkvError, match="has no embedded policy"):
         new(MINI_HYBRID, "embedded")
@@ -269,8 +325,10 @@ def test_forms_of_the_policy_argument(policy, tmp_path):
 def test_flash_attention_unless_the_caller_says_otherwise(policy):
     from hwkv_llamacpp import Llama
 
-    bytes_ = [Llama(str(MINI_HYBRID), policy=policy, n_ctx=1024, n_threads=1, verbose=False, **more).hwkv_info()["kv_bytes"]
-              for more in ({}, {"flash_attn": True}, {"flash_attn": False})]
+    bytes_ = [
+        Llama(str(MINI_HYBRID), policy=policy, n_ctx=1024, n_threads=1, verbose=False, **more).hwkv_info()["kv_bytes"]
+        for more in ({}, {"flash_attn": True}, {"flash_attn": False})
+    ]
     assert bytes_[0] == bytes_[1] < bytes_[2]  # one head more in layer 7 than in 3 is padded for without
 
 
@@ -283,8 +341,17 @@ def test_path_of_any_length_beside_other_overrides(policy, length):
         path = os.path.join(folder, "p" * (length - len(os.fsencode(folder)) - 6) + ".json")
         assert len(os.fsencode(path)) == length
         policy.save(path)
-        llm = new(MINI_HYBRID, path, n_ctx=1024, kv_overrides={
-            "qwen35.context_length": 1234, "tokenizer.ggml.add_bos_token": True, "qwen35.rope.freq_base": 20000.0, "general.name": "a name"})
+        llm = new(
+            MINI_HYBRID,
+            path,
+            n_ctx=1024,
+            kv_overrides={
+                "qwen35.context_length": 1234,
+                "tokenizer.ggml.add_bos_token": True,
+                "qwen35.rope.freq_base": 20000.0,
+                "general.name": "a name",
+            },
+        )
     assert llm.hwkv_info()["fingerprint"] == fingerprint(policy)
     assert llm._model.n_ctx_train() == 1234
     assert llm._model.add_bos_token()
@@ -316,7 +383,9 @@ def test_allocated_bytes_are_the_predicted_ones(policy):
     for flash_attn in (True, False):
         for kv_type, number in (("f32", 0), ("f16", 1)):
             info = new(MINI_HYBRID, policy, flash_attn=flash_attn, type_k=number, type_v=number).hwkv_info()
-            predicted = predict(geometry, policy, 2048, n_batch=128, n_ubatch=128, type_k=kv_type, type_v=kv_type, flash_attn=flash_attn)
+            predicted = predict(
+                geometry, policy, 2048, n_batch=128, n_ubatch=128, type_k=kv_type, type_v=kv_type, flash_attn=flash_attn
+            )
             assert info["kv_bytes"] == predicted.kv_bytes
             assert info["kv_bytes"] == sum(group["bytes"] for group in info["groups"])
 
@@ -339,21 +408,29 @@ def test_a_copy_has_the_same_policy(policy):
 
 # ---- which library is loaded --------------------------------------------------------------------------------------------
 
+
 def run_python(code, **environment):
-    return subprocess.run([sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, cwd=ROOT)
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, cwd=ROOT
+    )
 
 
 def test_old_libraries_on_the_loader_path_are_not_taken(tmp_path):
     bin_dir = native.build_dir(upstream=True) / "bin"
     for path in bin_dir.glob("lib*"):
         shutil.copy(path, tmp_path / path.name, follow_symlinks=False)
-    done = run_python("from hwkv_llamacpp.runtime import native; native.load(); print(open('/proc/self/maps').read())", LD_LIBRARY_PATH=str(tmp_path))
+    done = run_python(
+        "from hwkv_llamacpp.runtime import native; native.load(); print(open('/proc/self/maps').read())",
+        LD_LIBRARY_PATH=str(tmp_path),
+    )
     assert done.returncode == 0, done.stderr
     assert str(native.library().parent) in done.stdout and str(tmp_path) not in done.stdout
 
 
 def test_another_build_loaded_before_is_named():
     other = native.build_dir(upstream=True) / "bin"
-    done = run_python("import llama_cpp\nfrom hwkv_llamacpp.runtime import native\nnative.load()", LLAMA_CPP_LIB_PATH=str(other))
+    done = run_python(
+        "import llama_cpp\nfrom hwkv_llamacpp.runtime import native\nnative.load()", LLAMA_CPP_LIB_PATH=str(other)
+    )
     assert done.returncode == 1
     assert f"this process has {other}/lib" in done.stderr.splitlines()[-1]

@@ -22,6 +22,7 @@ def logged_by_loading(path):
 
 def test_each_thread_has_its_own(tmp_path):
     """Many blocks that begin and end while others log."""
+
     def load(i):
         path = tmp_path / f"missing-{i}.gguf"
         with pytest.raises(HwkvError, match=rf"failed to load model from {path}$"):
@@ -70,7 +71,9 @@ def test_the_users_own_callback_stays(tmp_path):
 @pytest.mark.parametrize("careful", [True, False])
 def test_a_callback_that_hands_on_to_ours(tmp_path, capfd, monkeypatch, careful):
     """As libraries do that keep the callback they find. Each text passes once, and llama-cpp-python's own has the last word."""
-    monkeypatch.setattr(llama_cpp._logger.logger, "level", 0)  # it says nothing any more once a Llama was made with verbose=False
+    monkeypatch.setattr(
+        llama_cpp._logger.logger, "level", 0
+    )  # it says nothing any more once a Llama was made with verbose=False
     logged_by_loading(tmp_path / "first.gguf")
     before, argument, seen = llama_cpp.llama_log_callback(), ctypes.c_void_p(), []
     llama_cpp.llama_log_get(ctypes.byref(before), ctypes.byref(argument))
@@ -90,13 +93,16 @@ def test_a_callback_that_hands_on_to_ours(tmp_path, capfd, monkeypatch, careful)
         llama_cpp.llama_log_set(before, argument)
 
 
-@pytest.mark.parametrize("log, expected", [
-    ("", "no reason given"),
-    ("loaded\n\n", "loaded"),
-    ("f: failed to open x\nload: error loading model: no such file\nload: failed to load model\n", "no such file"),
-    ("init: failed to initialize the context: too large\nfailed", "too large"),
-    ("one\nf: failed to allocate 3 bytes\nlast words\n", "f: failed to allocate 3 bytes"),
-])
+@pytest.mark.parametrize(
+    "log, expected",
+    [
+        ("", "no reason given"),
+        ("loaded\n\n", "loaded"),
+        ("f: failed to open x\nload: error loading model: no such file\nload: failed to load model\n", "no such file"),
+        ("init: failed to initialize the context: too large\nfailed", "too large"),
+        ("one\nf: failed to allocate 3 bytes\nlast words\n", "f: failed to allocate 3 bytes"),
+    ],
+)
 def test_reason(log, expected):
     assert llama_log.reason(list(log)) == expected  # a text may be any part of a line
 

@@ -18,15 +18,25 @@ WALKED = ["llama-dense", "llama4-moe", "qwen3-dense", "gemma3-dense", "qwen35-de
 MADE = ["made:gemma4", "made:llama", "made:qwen35"]
 
 # architectures whose refusal the tests rely on: their random models come with these properties
-REFUSED = {"bloom-dense": "ALiBi", "deepseek2-moe": "latent attention", "deepseek32-moe": "indexer", "mamba-dense": "no KV cache"}
+REFUSED = {
+    "bloom-dense": "ALiBi",
+    "deepseek2-moe": "latent attention",
+    "deepseek32-moe": "indexer",
+    "mamba-dense": "no KV cache",
+}
 
 # tests of test_parity.py that are quick enough under sanitizers
-PARITY = ["test_small_model[random_dense-4 sinks]", "test_small_model[random_hybrid-4 sinks]",
-          "test_window_ends_exactly[(16, 40, 300, 16)-0-True]"]
+PARITY = [
+    "test_small_model[random_dense-4 sinks]",
+    "test_small_model[random_hybrid-4 sinks]",
+    "test_window_ends_exactly[(16, 40, 300, 16)-0-True]",
+]
 
 
 def run(program, *words, **env):
-    done = subprocess.run([program, *map(str, words)], text=True, capture_output=True, timeout=850, env={**os.environ, **env})
+    done = subprocess.run(
+        [program, *map(str, words)], text=True, capture_output=True, timeout=850, env={**os.environ, **env}
+    )
     print(done.stdout)
     assert done.returncode == 0, done.stderr[-3000:]
     assert not done.stderr.strip(), done.stderr[-3000:]
@@ -62,13 +72,17 @@ def test_every_architecture_is_served_right_or_refused(random_models, capsys):
     assert sum("ok:" in line for line in said.values()) >= 106
     assert all("ok:" in said[name] for name in MADE)
     with_sinks = [re.findall(r"n_sink +(\d+)", line) for line in said.values() if "ok:" in line]
-    assert all(first == "0" and second != "0" for first, second in with_sinks) and {second for _, second in with_sinks} == {"1", "4", "64"}
+    assert all(first == "0" and second != "0" for first, second in with_sinks) and {
+        second for _, second in with_sinks
+    } == {"1", "4", "64"}
 
 
 @pytest.mark.parametrize("name", WALKED + MADE)
 def test_walk_of_sequence_operations(random_models, name):
     for first in (0, 8):  # seeds 0 to 7 are without sink tokens, 8 to 15 with
-        lines = run(native.binary("test-hwkv"), "walk", model(random_models, name), "--seeds", first, first + 4, "--steps", 30)
+        lines = run(
+            native.binary("test-hwkv"), "walk", model(random_models, name), "--seeds", first, first + 4, "--steps", 30
+        )
         assert len(lines) == 5
 
 
@@ -89,14 +103,25 @@ def test_sanitizers_find_nothing_under_python(sanitized):
     if not any("asan" in path for path in runtimes):
         pytest.skip("the sanitizers' runtimes are linked statically, which Python cannot load")
     tests = [f"{Path(__file__).parent}/test_parity.py::{name}" for name in PARITY]
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests], text=True, capture_output=True, timeout=850,
-                          env={**os.environ, "LD_PRELOAD": " ".join(runtimes), "HWKV_BUILD": str(sanitized.parent.parent),
-                               "ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1"})
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
+        text=True,
+        capture_output=True,
+        timeout=850,
+        env={
+            **os.environ,
+            "LD_PRELOAD": " ".join(runtimes),
+            "HWKV_BUILD": str(sanitized.parent.parent),
+            "ASAN_OPTIONS": "detect_leaks=0",
+            "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
+        },
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert f"{len(PARITY)} passed" in done.stdout
 
 
 # upstream's own tests of saved states, unchanged, with and without a policy
+
 
 @pytest.mark.parametrize("name", ["qwen3-dense", "gemma3-dense", "qwen35-dense"])
 @pytest.mark.parametrize("policy", ["off", "windows"])
@@ -115,6 +140,11 @@ def test_upstream_state_tests(random_models, name, policy, tmp_path):
         program = native.binary("test-save-load-state")
     except HwkvError as error:
         pytest.skip(str(error))
-    done = subprocess.run([program, "--models", tmp_path / "models", "--hwkv-policy", value, "-ngl", "0", "-t", "1"],
-                          text=True, capture_output=True, timeout=600, cwd=tmp_path)
+    done = subprocess.run(
+        [program, "--models", tmp_path / "models", "--hwkv-policy", value, "-ngl", "0", "-t", "1"],
+        text=True,
+        capture_output=True,
+        timeout=600,
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]

@@ -12,10 +12,10 @@ from conftest import write_gguf
 from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
 from hwkv_llamacpp import HwkvError, ModelGeometry, Policy
-from hwkv_llamacpp.plan import dry_run
 from hwkv_llamacpp.baselines import handmade
-from hwkv_llamacpp.runtime import native
 from hwkv_llamacpp.gguf.embed import embed
+from hwkv_llamacpp.plan import dry_run
+from hwkv_llamacpp.runtime import native
 
 
 @pytest.fixture(scope="module")
@@ -28,41 +28,49 @@ def register():
 
 
 def policy(**changes):
-    return json.dumps({"format": "hwkv-policy", "version": 1, "layers": [{"layer": 3, "windows": [64, "full", 64, 64]}], **changes})
+    return json.dumps(
+        {"format": "hwkv-policy", "version": 1, "layers": [{"layer": 3, "windows": [64, "full", 64, 64]}], **changes}
+    )
 
 
 def row(windows, layer=3):
     return policy(layers=[{"layer": layer, "windows": windows}])
 
 
-@pytest.mark.parametrize("text, words", [
-    ("", "not JSON"),
-    ("[1, 2", "not JSON"),
-    ("[]", "policy: expected an object, got an array"),
-    ('{"format": "hwkv-policy", "format": "x"}', 'the key "format" stands twice'),
-    ("{}", 'the key "format" is missing'),
-    (policy(format="other"), 'format: expected "hwkv-policy", got "other"'),
-    (policy(format=[[]]), 'format: expected "hwkv-policy", got an array'),
-    ('{"format": ' + "[" * 200000 + "]" * 200000 + ', "version": 1, "layers": []}', "nested too deep"),
-    (policy(version=2), "version: expected an integer from 1 to 1, got 2"),
-    (policy(windows=3), 'unknown key "windows"'),
-    (policy(n_sink=-1), "n_sink: expected an integer from 0"),
-    (policy(n_sink=1.5), "n_sink: expected an integer from 0"),
-    (policy(layers={}), "layers: expected an array, got an object"),
-    (policy(layers=[{"layer": 3}]), 'layers[0]: the key "windows" is missing'),
-    (policy(layers=[{"layer": 3, "windows": [1]}, {"layer": 3, "windows": [1]}]), "layers[1].layer: layer 3 stands twice"),
-    (row([]), "layers[0].windows: expected an array of windows"),
-    (row([0]), "layers[0].windows[0]: expected an integer from 1 to 2147483647, got 0"),
-    (row([64, -5]), "layers[0].windows[1]: expected an integer from 1 to 2147483647, got -5"),
-    (row([2**31]), "got 2147483648"),
-    (row([10**30]), "layers[0].windows[0]: expected an integer"),
-    (row([True]), "layers[0].windows[0]: expected an integer"),
-    (row(["half"]), 'layers[0].windows[0]: expected "full" or a positive integer, got "half"'),
-    (row(["ä" * 100]), 'expected "full" or a positive integer'),
-    (row([64], layer=-1), "layers[0].layer: expected an integer from 0"),
-    (policy(model={"arch": "x"}), 'model: unknown key "arch"'),
-    (policy(model={"n_layer": "x"}), "model.n_layer: expected an integer"),
-])
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("", "not JSON"),
+        ("[1, 2", "not JSON"),
+        ("[]", "policy: expected an object, got an array"),
+        ('{"format": "hwkv-policy", "format": "x"}', 'the key "format" stands twice'),
+        ("{}", 'the key "format" is missing'),
+        (policy(format="other"), 'format: expected "hwkv-policy", got "other"'),
+        (policy(format=[[]]), 'format: expected "hwkv-policy", got an array'),
+        ('{"format": ' + "[" * 200000 + "]" * 200000 + ', "version": 1, "layers": []}', "nested too deep"),
+        (policy(version=2), "version: expected an integer from 1 to 1, got 2"),
+        (policy(windows=3), 'unknown key "windows"'),
+        (policy(n_sink=-1), "n_sink: expected an integer from 0"),
+        (policy(n_sink=1.5), "n_sink: expected an integer from 0"),
+        (policy(layers={}), "layers: expected an array, got an object"),
+        (policy(layers=[{"layer": 3}]), 'layers[0]: the key "windows" is missing'),
+        (
+            policy(layers=[{"layer": 3, "windows": [1]}, {"layer": 3, "windows": [1]}]),
+            "layers[1].layer: layer 3 stands twice",
+        ),
+        (row([]), "layers[0].windows: expected an array of windows"),
+        (row([0]), "layers[0].windows[0]: expected an integer from 1 to 2147483647, got 0"),
+        (row([64, -5]), "layers[0].windows[1]: expected an integer from 1 to 2147483647, got -5"),
+        (row([2**31]), "got 2147483648"),
+        (row([10**30]), "layers[0].windows[0]: expected an integer"),
+        (row([True]), "layers[0].windows[0]: expected an integer"),
+        (row(["half"]), 'layers[0].windows[0]: expected "full" or a positive integer, got "half"'),
+        (row(["ä" * 100]), 'expected "full" or a positive integer'),
+        (row([64], layer=-1), "layers[0].layer: expected an integer from 0"),
+        (policy(model={"arch": "x"}), 'model: unknown key "arch"'),
+        (policy(model={"n_layer": "x"}), "model.n_layer: expected an integer"),
+    ],
+)
 def test_bad_text_is_one_sentence(register, text, words):
     with pytest.raises(HwkvError) as error:
         register(text)
@@ -72,9 +80,30 @@ def test_bad_text_is_one_sentence(register, text, words):
 
 def complete(model, *words, **env):
     """llama-completion on the mini hybrid: (exit code, what it says)."""
-    done = subprocess.run([native.binary("llama-completion"), "-m", model, "-n", "2", "-p", "fox is 427.", "-c", "512", "-ub", "64", "-t", "1",
-                           "--no-warmup", "-no-cnv", *map(str, words)],
-                          capture_output=True, timeout=120, env={**os.environ, **env}, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        [
+            native.binary("llama-completion"),
+            "-m",
+            model,
+            "-n",
+            "2",
+            "-p",
+            "fox is 427.",
+            "-c",
+            "512",
+            "-ub",
+            "64",
+            "-t",
+            "1",
+            "--no-warmup",
+            "-no-cnv",
+            *map(str, words),
+        ],
+        capture_output=True,
+        timeout=120,
+        env={**os.environ, **env},
+        stdin=subprocess.DEVNULL,
+    )
     return done.returncode, (done.stdout + done.stderr).decode(errors="replace")
 
 
@@ -95,8 +124,16 @@ def test_policy_through_a_pipe(register, mini_hybrid, windows, tmp_path):
     assert code == 0 and "hwkv policy" in said
 
 
-@pytest.mark.parametrize("name, words", [("missing.json", "cannot open the policy file"), ("", "cannot read the policy file"),
-                                         ("empty.json", "or it is empty"), ("zero", "larger than 64 MiB"), ("other.gguf", "has no embedded policy")])
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("missing.json", "cannot open the policy file"),
+        ("", "cannot read the policy file"),
+        ("empty.json", "or it is empty"),
+        ("zero", "larger than 64 MiB"),
+        ("other.gguf", "has no embedded policy"),
+    ],
+)
 def test_bad_file_is_one_sentence(register, mini_hybrid, tmp_path, name, words):
     (tmp_path / "empty.json").touch()
     (tmp_path / "zero").symlink_to("/dev/zero")
@@ -106,9 +143,18 @@ def test_bad_file_is_one_sentence(register, mini_hybrid, tmp_path, name, words):
     assert sum(words in line for line in said.splitlines()) == 1
 
 
-@pytest.mark.parametrize("model, said", [('{"architecture": "llama"}', 'model.architecture is "llama", but the model is "qwen35": a policy of another model'),
-                                         ('{"n_layer": 9}', "model.n_layer is 9, but the model has 8 layers: a policy of another model"),
-                                         ("{", "hwkv.model: not JSON"), ('{"colour": 1}', 'hwkv.model: model: unknown key "colour"')])
+@pytest.mark.parametrize(
+    "model, said",
+    [
+        (
+            '{"architecture": "llama"}',
+            'model.architecture is "llama", but the model is "qwen35": a policy of another model',
+        ),
+        ('{"n_layer": 9}', "model.n_layer is 9, but the model has 8 layers: a policy of another model"),
+        ("{", "hwkv.model: not JSON"),
+        ('{"colour": 1}', 'hwkv.model: model: unknown key "colour"'),
+    ],
+)
 def test_a_gguf_whose_policy_is_of_another_model(register, mini_hybrid, windows, tmp_path, model, said):
     """As for a JSON, whatever the heads."""
     carrier = tmp_path / "carrier.gguf"
@@ -119,36 +165,74 @@ def test_a_gguf_whose_policy_is_of_another_model(register, mini_hybrid, windows,
     assert code != 0 and said in log
 
 
-@pytest.mark.parametrize("words", [
-    ("llama-completion", "-c", 2048, "-n", 2, "-p", "fox is 427.", "-no-cnv"), ("llama-cli", "-c", 2048, "-n", 2, "-p", "fox is 427.", "-st", "-lv", 4),
-    ("llama-perplexity", "-c", 2048, "-b", 2048, "-f", "TEXT"), ("llama-batched-bench", "-c", 2048, "-npp", 64, "-ntg", 2, "-npl", 1, "-lv", 4),
-    ("llama-bench", "-v", "-p", 2044, "-n", 4, "-r", 1, "-fa", 1), ("llama-fit-params", "-c", 2048, "-fitp", "on", "-lv", 4)], ids=lambda words: words[0])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("llama-completion", "-c", 2048, "-n", 2, "-p", "fox is 427.", "-no-cnv"),
+        ("llama-cli", "-c", 2048, "-n", 2, "-p", "fox is 427.", "-st", "-lv", 4),
+        ("llama-perplexity", "-c", 2048, "-b", 2048, "-f", "TEXT"),
+        ("llama-batched-bench", "-c", 2048, "-npp", 64, "-ntg", 2, "-npl", 1, "-lv", 4),
+        ("llama-bench", "-v", "-p", 2044, "-n", 4, "-r", 1, "-fa", 1),
+        ("llama-fit-params", "-c", 2048, "-fitp", "on", "-lv", 4),
+    ],
+    ids=lambda words: words[0],
+)
 def test_every_program_takes_a_policy(register, mini_hybrid, windows, tmp_path, words):
     """And says what it keeps, in the table that README.md shows."""
     (tmp_path / "text").write_text("the old man ran to the sea. " * 900)
     geometry = ModelGeometry.from_gguf(mini_hybrid)
     policy = handmade.uniform(geometry, 64, [(7, 1)])
     policy.save(windows, overwrite=True)
-    done = subprocess.run([native.binary(words[0]), "-m", mini_hybrid, "--hwkv-policy", windows, "-ub", "64", "-t", "1",
-                           *(str(word).replace("TEXT", str(tmp_path / "text")) for word in words[1:])],
-                          capture_output=True, text=True, errors="replace", timeout=300, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        [
+            native.binary(words[0]),
+            "-m",
+            mini_hybrid,
+            "--hwkv-policy",
+            windows,
+            "-ub",
+            "64",
+            "-t",
+            "1",
+            *(str(word).replace("TEXT", str(tmp_path / "text")) for word in words[1:]),
+        ],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=300,
+        stdin=subprocess.DEVNULL,
+    )
     said = done.stdout + done.stderr
     assert done.returncode == 0, said[-2000:]
     if words[0] == "llama-fit-params":  # whose context is never a program's own
-        with_full = subprocess.run([native.binary(words[0]), "-m", mini_hybrid, *map(str, words[1:])], capture_output=True, text=True, timeout=300)
+        with_full = subprocess.run(
+            [native.binary(words[0]), "-m", mini_hybrid, *map(str, words[1:])],
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
         context, full = (dry_run.breakdown(text)["Host"]["context"] for text in (said, with_full.stderr))
         assert full - context >= 2 * 2**20  # 4 MiB of KV are 1.06 MiB then
         return
     table = [re.sub(".*: ", "", line).strip() for line in said.splitlines() if "|" in line and "|--" not in line]
-    assert "full |      1 |        1 |     2048 |       0.50" in table and "64 |      2 |        7 |      256 |       0.44" in table
+    assert (
+        "full |      1 |        1 |     2048 |       0.50" in table
+        and "64 |      2 |        7 |      256 |       0.44" in table
+    )
     assert f"hwkv policy {policy.fingerprint(geometry.n_layer)} from {windows}" in said
     assert "KV cache of the configurable layers: 0.94 MiB, with full windows it would be 4.00 MiB (23.4 % kept)" in said
 
 
 def test_fitting_to_memory_finds_the_largest_context(register, smollm2):
     """llama.cpp's automatic fit. Under a policy memory is no straight line over the context: windows stop growing."""
+
     def fit(*words):
-        done = subprocess.run([native.binary("llama-fit-params"), "-m", smollm2, "-ub", "128", "-lv", "4", *map(str, words)], capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            [native.binary("llama-fit-params"), "-m", smollm2, "-ub", "128", "-lv", "4", *map(str, words)],
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
         assert done.returncode == 0, done.stderr[-2000:]
         return done
 
@@ -205,7 +289,9 @@ def _with_key(source, target, key, value):
     for field in reader.fields.values():
         if not field.name.startswith("GGUF.") and field.name != "general.architecture":
             kind = field.types[0]
-            writer.add_key_value(field.name, field.contents(), kind, field.types[-1] if kind == GGUFValueType.ARRAY else None)
+            writer.add_key_value(
+                field.name, field.contents(), kind, field.types[-1] if kind == GGUFValueType.ARRAY else None
+            )
     writer.add_string(key, value)
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, tensor.data, raw_shape=tensor.data.shape, raw_dtype=tensor.tensor_type)
@@ -217,9 +303,29 @@ def _with_key(source, target, key, value):
 
 def test_a_policy_from_a_pipe(mini_hybrid, windows, tmp_path):
     """It can be read only once, however often a program needs it."""
-    for program, *words in (("llama-completion", "-n", "2", "-p", "fox", "-c", "512", "-no-cnv"), ("llama-bench", "-p", "32", "-n", "4", "-r", "1")):
-        done = subprocess.run(["bash", "-c", '"$@" --hwkv-policy <(cat "$POLICY")', "bash", native.binary(program), "-m", mini_hybrid, "-t", "1", *words],
-                              capture_output=True, text=True, timeout=120, env={**os.environ, "POLICY": str(windows)}, stdin=subprocess.DEVNULL)
+    for program, *words in (
+        ("llama-completion", "-n", "2", "-p", "fox", "-c", "512", "-no-cnv"),
+        ("llama-bench", "-p", "32", "-n", "4", "-r", "1"),
+    ):
+        done = subprocess.run(
+            [
+                "bash",
+                "-c",
+                '"$@" --hwkv-policy <(cat "$POLICY")',
+                "bash",
+                native.binary(program),
+                "-m",
+                mini_hybrid,
+                "-t",
+                "1",
+                *words,
+            ],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, "POLICY": str(windows)},
+            stdin=subprocess.DEVNULL,
+        )
         assert done.returncode == 0, done.stderr
     assert "| /dev/fd/" in done.stdout
 

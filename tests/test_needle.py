@@ -14,7 +14,12 @@ def test_calibrated_policy_finds_what_a_uniform_window_loses():
     policy = Policy.load(needle.POLICY)
     policy.check(geometry, needle.POLICY)
     uniform = needle.same_size(geometry, policy, 2048)
-    assert policy.retention(2048, geometry) - 0.01 <= uniform.retention(2048, geometry) <= policy.retention(2048, geometry) < 0.75
+    assert (
+        policy.retention(2048, geometry) - 0.01
+        <= uniform.retention(2048, geometry)
+        <= policy.retention(2048, geometry)
+        < 0.75
+    )
     full, calibrated, same_size = (needle.recall(arm, LENGTHS, n_prompts=10)[2048] for arm in (None, policy, uniform))
     print(full, calibrated, same_size, sep="\n")
     assert mean(full.values()) > 0.9

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from hwkv_llamacpp import HwkvError, Policy
-from hwkv_llamacpp.runtime import native
 from hwkv_llamacpp.gguf.geometry import ModelGeometry
+from hwkv_llamacpp.runtime import native
 
 # run in a process of its own for each build: prefill, then decode token by token; the hash of all logits
 LOGITS = """
@@ -51,8 +51,13 @@ FA_OFF, FA_ON = 0, 1
 
 
 def logits(library_folder, *arguments):
-    done = subprocess.run([sys.executable, "-c", LOGITS, json.dumps(arguments)], text=True, capture_output=True, timeout=300,
-                          env={**os.environ, "LLAMA_CPP_LIB_PATH": str(library_folder)})
+    done = subprocess.run(
+        [sys.executable, "-c", LOGITS, json.dumps(arguments)],
+        text=True,
+        capture_output=True,
+        timeout=300,
+        env={**os.environ, "LLAMA_CPP_LIB_PATH": str(library_folder)},
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.strip()
 

@@ -20,12 +20,12 @@ from functools import cached_property
 
 import numpy as np
 import pytest
-
 import reference
 from f32 import f32_copy
-from hwkv_llamacpp import HwkvError, Policy
 from minilang import needle_prompt, noise
 from reference import random_models
+
+from hwkv_llamacpp import HwkvError, Policy
 
 try:
     from parity_runtime import Runtime
@@ -106,8 +106,9 @@ class Model:
     def check_cache(self, info, policy):
         """The context keeps this policy's windows, in rings too small for the prompt."""
         assert info["active"] and info["fingerprint"] == policy.fingerprint(self.reference.n_layer)
-        wanted = {w for layer, heads in self.reference.configurable.items()
-                  for w in policy.layers.get(layer, (None,) * heads)}
+        wanted = {
+            w for layer, heads in self.reference.configurable.items() for w in policy.layers.get(layer, (None,) * heads)
+        }
         assert {group["window"] for group in info["groups"]} == wanted
         assert all(group["cells"] < self.n_prefill for group in info["groups"] if group["window"] is not None)
 
@@ -231,8 +232,17 @@ def gemma3_f32(gemma3):
 
 
 SMALL_MODELS = ["random_dense", "random_hybrid", "mini_hybrid_f32"]
-FOUR_HEAD_POLICIES = ["different", "equal, not adjacent", "all 16", "all windowed", "one layer",
-                      "1 sink", "4 sinks", "64 sinks", "more sinks than window"]
+FOUR_HEAD_POLICIES = [
+    "different",
+    "equal, not adjacent",
+    "all 16",
+    "all windowed",
+    "one layer",
+    "1 sink",
+    "4 sinks",
+    "64 sinks",
+    "more sinks than window",
+]
 
 
 def check_parity(model, policy, settings):
@@ -243,8 +253,10 @@ def check_parity(model, policy, settings):
         floor = model.floor(kv_type, flash, n_ubatch)
         for part, error in by_part(actual, expected).items():
             worst = np.abs(actual - expected)[PARTS[part]].max()
-            line = (f"{kv_type:8} flash={flash!s:5} ub={n_ubatch:3} {part:7}: NMSE {error:.1e}, "
-                    f"{error / floor[part]:.2f} times the full cache's {floor[part]:.1e}; largest difference {worst:.1e}")
+            line = (
+                f"{kv_type:8} flash={flash!s:5} ub={n_ubatch:3} {part:7}: NMSE {error:.1e}, "
+                f"{error / floor[part]:.2f} times the full cache's {floor[part]:.1e}; largest difference {worst:.1e}"
+            )
             print(line)
             if not error < WINDOWED_FACTOR * floor[part]:
                 failed.append(line)
@@ -258,7 +270,14 @@ def test_small_model(model_name, name, request):
     model = request.getfixturevalue(model_name)
     settings = [(*kind, n_ubatch) for kind in KINDS for n_ubatch in (32, 512)]
     if name != "different":
-        settings = [(*EXACT, 32), (*EXACT, 512), ("f16", True, 32), ("f16", True, 512), ("q8_0", True, 512), ("q4_0", True, 32)]
+        settings = [
+            (*EXACT, 32),
+            (*EXACT, 512),
+            ("f16", True, 32),
+            ("f16", True, 512),
+            ("q8_0", True, 512),
+            ("q4_0", True, 32),
+        ]
     if model.policies[name].n_sink:
         settings = [(*EXACT, 32), ("f16", True, 512), ("q8_0", True, 32), ("q4_0", True, 32)]
     if (model_name, name) in (("random_dense", "different"), ("random_hybrid", "4 sinks")):
@@ -268,21 +287,35 @@ def test_small_model(model_name, name, request):
 
 @pytest.mark.parametrize("name", ["different", "all windowed", "4 sinks"])
 def test_smollm2(smollm2_f32, name):
-    check_parity(smollm2_f32, smollm2_f32.policies[name], {
-        "different": [("f32", False, 64), ("f32", False, 512), ("f16", True, 256), ("q8_0", True, 64), ("q4_0", True, 512)],
-        "all windowed": [("f32", False, 512), ("f16", True, 256)],
-        "4 sinks": [("f32", False, 64)],
-    }[name])
+    check_parity(
+        smollm2_f32,
+        smollm2_f32.policies[name],
+        {
+            "different": [
+                ("f32", False, 64),
+                ("f32", False, 512),
+                ("f16", True, 256),
+                ("q8_0", True, 64),
+                ("q4_0", True, 512),
+            ],
+            "all windowed": [("f32", False, 512), ("f16", True, 256)],
+            "4 sinks": [("f32", False, 64)],
+        }[name],
+    )
 
 
 @pytest.mark.parametrize("name", ["different", "all 16", "64 sinks"])
 def test_gemma3(gemma3_f32, name):
     """The model's own sliding window of 512 turns over as well: its cache has 768 cells with these ubatches."""
-    check_parity(gemma3_f32, gemma3_f32.policies[name], {
-        "different": [("f32", False, 64), ("f16", True, 256), ("q8_0", True, 64)],
-        "all 16": [("f32", False, 256), ("f16", True, 256)],
-        "64 sinks": [("f32", False, 64)],
-    }[name])
+    check_parity(
+        gemma3_f32,
+        gemma3_f32.policies[name],
+        {
+            "different": [("f32", False, 64), ("f16", True, 256), ("q8_0", True, 64)],
+            "all 16": [("f32", False, 256), ("f16", True, 256)],
+            "64 sinks": [("f32", False, 64)],
+        }[name],
+    )
 
 
 @pytest.mark.parametrize("model_name", SMALL_MODELS + ["smollm2_f32", "gemma3_f32"])
@@ -302,10 +335,16 @@ def test_wrong_policy_is_noticed(model_name, request):
     exact, usual = (*EXACT, 64), ("f16", True, 256)
     for what, wrong_row in wrong.items():
         expected = model.expected(Policy({**policy.layers, layer: wrong_row}))
-        ratios = {setting: min(error / model.floor(*setting)[part]
-                               for part, error in by_part(model.actual(policy, *setting), expected).items())
-                  for setting in (exact, usual)}
-        print(f"{what:20}: error {ratios[exact]:.2g} times the floor with F32 K/V, {ratios[usual]:.2g} times with F16 and FlashAttention")
+        ratios = {
+            setting: min(
+                error / model.floor(*setting)[part]
+                for part, error in by_part(model.actual(policy, *setting), expected).items()
+            )
+            for setting in (exact, usual)
+        }
+        print(
+            f"{what:20}: error {ratios[exact]:.2g} times the floor with F32 K/V, {ratios[usual]:.2g} times with F16 and FlashAttention"
+        )
         assert ratios[exact] > NOTICED_FACTOR, f"{what} goes unnoticed"
 
 
@@ -335,7 +374,9 @@ def test_token_by_token(random_hybrid):
 
 
 @pytest.mark.parametrize("flash", [False, True])
-@pytest.mark.parametrize("windows, n_sink", [((16, 16, 16, 16), 0), ((16, 40, 300, 16), 0), ((16, 16, 16, 16), 4)], ids=str)
+@pytest.mark.parametrize(
+    "windows, n_sink", [((16, 16, 16, 16), 0), ((16, 40, 300, 16), 0), ((16, 16, 16, 16), 4)], ids=str
+)
 def test_window_ends_exactly(tmp_path, windows, n_sink, flash):
     """In a one-layer model a token matters for the next w - 1 tokens, and not one bit beyond, whatever the batches; a sink token always."""
     path = str(tmp_path / "one-layer.gguf")
@@ -345,6 +386,7 @@ def test_window_ends_exactly(tmp_path, windows, n_sink, flash):
     positions = np.arange(len(tokens))
     with Runtime(path, Policy({0: windows}, n_sink), n_threads=1) as runtime:
         for chunk in (len(tokens), 1, 7, 16, 64):
+
             def logits(ids):
                 with runtime.context(1024, 64, "f16", flash) as context:
                     assert max(group["cells"] for group in context.info()["groups"]) <= 512

@@ -10,10 +10,10 @@ import pytest
 from minilang import needle_prompt
 
 from hwkv_llamacpp import HwkvError, ModelGeometry, Policy
-from hwkv_llamacpp.plan import dry_run
 from hwkv_llamacpp.baselines import handmade
-from hwkv_llamacpp.runtime import native
+from hwkv_llamacpp.plan import dry_run
 from hwkv_llamacpp.plan.planner import Header, Planner, excess, largest_context
+from hwkv_llamacpp.runtime import native
 from hwkv_llamacpp.runtime.server import LlamaServer, ServerOptions
 
 ROOT = Path(__file__).parent.parent
@@ -48,6 +48,7 @@ def context(model, n_ctx, **more):
 
 
 # geometry that does not fit this machine
+
 
 def test_qwen_from_its_keys_alone(qwen):
     planner = Planner(qwen[0], dry=False)
@@ -101,8 +102,17 @@ def test_a_file_that_ends_with_its_header_is_planned_like_the_whole(built, mini_
 def test_kv_heads_listed_per_layer_starting_with_none(metadata_gguf):
     """LFM2-1.2B: 6 of 16 layers have attention."""
     heads = [8 if il in (2, 5, 8, 10, 12, 14) else 0 for il in range(16)]
-    path = metadata_gguf("lfm2", {"attention.head_count_kv": heads, "attention.head_count": 32, "embedding_length": 2048, "block_count": 16,
-                                  "shortconv.l_cache": 3, "vocab_size": 65536})
+    path = metadata_gguf(
+        "lfm2",
+        {
+            "attention.head_count_kv": heads,
+            "attention.head_count": 32,
+            "embedding_length": 2048,
+            "block_count": 16,
+            "shortconv.l_cache": 3,
+            "vocab_size": 65536,
+        },
+    )
     planner = Planner(path)
     assert [layer.layer for layer in planner.geometry.configurable] == [2, 5, 8, 10, 12, 14]
     plan = planner.plan(context(path, 32768))
@@ -112,16 +122,39 @@ def test_kv_heads_listed_per_layer_starting_with_none(metadata_gguf):
 
 def test_mixture_of_experts_hybrid(metadata_gguf):
     """Qwen3.6-35B-A3B: 40 blocks, every 4th with full attention, 2 KV heads of 256."""
-    path = metadata_gguf("qwen35moe", {"block_count": 40, "attention.head_count": 16, "attention.head_count_kv": 2, "attention.key_length": 256,
-                                       "attention.value_length": 256, "embedding_length": 2048, "full_attention_interval": 4, "vocab_size": 248320})
+    path = metadata_gguf(
+        "qwen35moe",
+        {
+            "block_count": 40,
+            "attention.head_count": 16,
+            "attention.head_count_kv": 2,
+            "attention.key_length": 256,
+            "attention.value_length": 256,
+            "embedding_length": 2048,
+            "full_attention_interval": 4,
+            "vocab_size": 248320,
+        },
+    )
     assert Planner(path).geometry.kv_bytes_per_token == 20480
 
 
 def test_granite_hybrid(metadata_gguf):
     heads = [4 if il == 5 else 0 for il in range(10)]
-    path = metadata_gguf("granitehybrid", {"block_count": 10, "attention.head_count": 12, "attention.head_count_kv": heads, "embedding_length": 1536,
-                                           "ssm.conv_kernel": 4, "ssm.inner_size": 3072, "ssm.state_size": 128, "ssm.group_count": 1,
-                                           "ssm.time_step_rank": 48, "vocab_size": 100352})
+    path = metadata_gguf(
+        "granitehybrid",
+        {
+            "block_count": 10,
+            "attention.head_count": 12,
+            "attention.head_count_kv": heads,
+            "embedding_length": 1536,
+            "ssm.conv_kernel": 4,
+            "ssm.inner_size": 3072,
+            "ssm.state_size": 128,
+            "ssm.group_count": 1,
+            "ssm.time_step_rank": 48,
+            "vocab_size": 100352,
+        },
+    )
     plan = Planner(path).plan(context(path, 8192, n_parallel=2))
     assert plan.kv_bytes == 8192 * 4 * 256 * 2
     assert plan.parts()["recurrent"] == 9 * 2 * 4 * (3 * (3072 + 2 * 128) + 128 * 3072)
@@ -129,7 +162,11 @@ def test_granite_hybrid(metadata_gguf):
 
 # models that are here
 
-@pytest.mark.parametrize("more", [{}, {"n_parallel": 3}, {"n_parallel": 2, "kv_unified": True}, {"n_ubatch": 128, "type_k": "q8_0"}, {"n_ctx": 300}])
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"n_parallel": 3}, {"n_parallel": 2, "kv_unified": True}, {"n_ubatch": 128, "type_k": "q8_0"}, {"n_ctx": 300}],
+)
 @pytest.mark.parametrize("name", ["mini_hybrid", "gemma3"])
 def test_formulas_of_caches_and_states_are_the_runtimes(built, request, name, more):
     """plan() compares the caches of the dry run with the formulas, and raises where they differ."""
@@ -148,6 +185,7 @@ def test_groups_have_devices(built, mini_hybrid):
 
 
 # the largest context
+
 
 class Line:
     """A plan of n bytes for each token, and 1000 for a ring that is full at 5000 tokens."""
@@ -185,8 +223,8 @@ def test_limits_are_those_of_the_devices_that_fill_up():
         excess(Gpu, [1, 2, 3])
 
 
-
 # the command
+
 
 def test_the_command_on_a_model_that_is_here(built, hwkv, mini_hybrid, tmp_path):
     policy = tmp_path / "p.json"
@@ -211,12 +249,18 @@ def test_the_command_without_a_build(hwkv, qwen):
     code, out, err = hwkv("plan", qwen[0], "-c", 114688)
     assert code == 0
     assert "no dry run (the file has no tensors); every number is a formula" in err
-    assert "7,168.00" in out and "not in the total, because only a dry run can tell: weights, compute, output, process" in out
+    assert (
+        "7,168.00" in out
+        and "not in the total, because only a dry run can tell: weights, compute, output, process" in out
+    )
 
 
 def test_without_a_dry_run_the_largest_context_is_an_upper_bound(hwkv, mini_hybrid):
     out = hwkv("plan", mini_hybrid, "--formulas", "--memory", "9MiB")[1]
-    assert "context in 9 MiB, at most" in " ".join(out.split()) and "at most: compute, output, process take memory, too" in out
+    assert (
+        "context in 9 MiB, at most" in " ".join(out.split())
+        and "at most: compute, output, process take memory, too" in out
+    )
     assert ", 1 slot, MiB" in out
 
 
@@ -239,19 +283,23 @@ def test_a_draft_model_is_part_of_the_total(built, hwkv, mini_hybrid):
     assert both["total_bytes"] - draft == pytest.approx(alone["total_bytes"], abs=2**20)
 
 
-@pytest.mark.parametrize("words, code, message", [
-    (["MODEL", "--memory", "0"], 2, "'0' is 0 bytes: a size with its unit expected, such as 24GiB"),
-    (["MODEL", "-c", "many"], 2, "'many' is not a number from 1 to 2147483647"),
-    (["no.gguf"], 1, "no.gguf: cannot read: No such file or directory"),
-    (["MODEL", "--policy", "no.json"], 1, "no.json: cannot read: No such file or directory"),
-    (["MODEL", "-ctk", "q8_1"], 2, "invalid choice: 'q8_1'"),
-])
+@pytest.mark.parametrize(
+    "words, code, message",
+    [
+        (["MODEL", "--memory", "0"], 2, "'0' is 0 bytes: a size with its unit expected, such as 24GiB"),
+        (["MODEL", "-c", "many"], 2, "'many' is not a number from 1 to 2147483647"),
+        (["no.gguf"], 1, "no.gguf: cannot read: No such file or directory"),
+        (["MODEL", "--policy", "no.json"], 1, "no.json: cannot read: No such file or directory"),
+        (["MODEL", "-ctk", "q8_1"], 2, "invalid choice: 'q8_1'"),
+    ],
+)
 def test_bad_input_is_one_sentence(hwkv, mini_hybrid, words, code, message):
     got, _, err = hwkv("plan", *[mini_hybrid if word == "MODEL" else word for word in words])
     assert got == code and message in err.splitlines()[-1]
 
 
 # what fills as requests come
+
 
 def test_edited_chats_stay_within_the_lines_for_checkpoints_and_prompts(built, mini_hybrid, tmp_path):
     """40 chats that grow and are edited, on four slots: every slot has all its checkpoints and the cache of prompts is full.
@@ -261,11 +309,34 @@ def test_edited_chats_stay_within_the_lines_for_checkpoints_and_prompts(built, m
     n_checkpoints, n_cache = 3, 24 * 2**20
     path, rows = tmp_path / "p.json", {3: (None, 512, 512, 512), 7: (512, None, 512, 512)}
     Policy(rows).save(path)
-    options = ServerOptions(mini_hybrid, path, n_ctx=4096, n_batch=256, n_ubatch=128, n_parallel=4, n_threads=1, n_gpu_layers=0, flash_attn="on",
-                            extra=("--ctx-checkpoints", str(n_checkpoints), "--checkpoint-min-step", "64", "--cache-ram", str(n_cache >> 20), "-lv", "4"),
-                            environment={"MALLOC_MMAP_THRESHOLD_": "65536"})
-    plan = Planner(mini_hybrid).plan(context(mini_hybrid, 4096, policy=str(path), n_batch=256, n_ubatch=128, n_parallel=4, n_gpu_layers=0), Policy(rows))
+    options = ServerOptions(
+        mini_hybrid,
+        path,
+        n_ctx=4096,
+        n_batch=256,
+        n_ubatch=128,
+        n_parallel=4,
+        n_threads=1,
+        n_gpu_layers=0,
+        flash_attn="on",
+        extra=(
+            "--ctx-checkpoints",
+            str(n_checkpoints),
+            "--checkpoint-min-step",
+            "64",
+            "--cache-ram",
+            str(n_cache >> 20),
+            "-lv",
+            "4",
+        ),
+        environment={"MALLOC_MMAP_THRESHOLD_": "65536"},
+    )
+    plan = Planner(mini_hybrid).plan(
+        context(mini_hybrid, 4096, policy=str(path), n_batch=256, n_ubatch=128, n_parallel=4, n_gpu_layers=0),
+        Policy(rows),
+    )
     with LlamaServer(options) as server:
+
         def chat(i):
             text = needle_prompt(i, 600, 300)[0]
             for prompt in (text[:700], text[:1100], text[:1500], text, text + text[:400], text[:1200] + text[1400:]):
@@ -279,8 +350,10 @@ def test_edited_chats_stay_within_the_lines_for_checkpoints_and_prompts(built, m
     fullest = max(n_bytes for _, n_bytes in states)
     one_prompt = max(n_bytes / n for n, n_bytes in states if n)  # is there before the oldest goes
     most = plan.total_bytes + 4 * n_checkpoints * plan.checkpoint_bytes + n_cache + one_prompt
-    print(f"peak {peak / 2**20:.1f} of {most / 2**20:.1f} MiB, {plan.total_bytes / 2**20:.1f} at the start; {made} checkpoints made, {dropped} dropped; "
-          f"cache of prompts up to {fullest / 2**20:.1f} MiB")
+    print(
+        f"peak {peak / 2**20:.1f} of {most / 2**20:.1f} MiB, {plan.total_bytes / 2**20:.1f} at the start; {made} checkpoints made, {dropped} dropped; "
+        f"cache of prompts up to {fullest / 2**20:.1f} MiB"
+    )
     assert 0.9 * n_cache < fullest <= n_cache
     assert made > 4 * n_checkpoints and dropped > 0
     assert peak <= 1.02 * most

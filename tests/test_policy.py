@@ -26,8 +26,16 @@ CANONICAL = """\
 @pytest.fixture
 def geometry(metadata_gguf):
     """4 layers of 2 KV heads: layers 0 and 2 take windows, 1 and 3 slide."""
-    return ModelGeometry.from_gguf(metadata_gguf("maple", {
-        "attention.head_count_kv": 2, "attention.sliding_window": 128, "attention.sliding_window_pattern": [0, 1, 0, 1]}))
+    return ModelGeometry.from_gguf(
+        metadata_gguf(
+            "maple",
+            {
+                "attention.head_count_kv": 2,
+                "attention.sliding_window": 128,
+                "attention.sliding_window_pattern": [0, 1, 0, 1],
+            },
+        )
+    )
 
 
 def refused(function, *arguments):
@@ -37,6 +45,7 @@ def refused(function, *arguments):
 
 
 # JSON
+
 
 def test_canonical_json():
     policy = Policy.from_json(CANONICAL)
@@ -102,13 +111,19 @@ BAD_JSON = [
     (edited(model={"arch": "x"}), "P: key 'model.arch' is unknown; known are architecture, name, n_layer, fingerprint"),
     (edited(model={"n_layer": "4"}), "P: key 'model.n_layer' is \"4\", an integer from 0 to 2147483647 expected"),
     (edited(model={"name": 7}), "P: key 'model.name' is 7, a text expected"),
-    (edited(provenance="me"), 'P: key \'provenance\' is "me", a JSON object expected'),
+    (edited(provenance="me"), "P: key 'provenance' is \"me\", a JSON object expected"),
     (edited(layers={}), "P: key 'layers' is {}, a list expected"),
     (edited(layers=[3]), "P: key 'layers[0]' is 3, a JSON object expected"),
     (edited(layers=[{"layer": 0}]), "P: key 'layers[0].windows' is missing"),
-    (edited(layers=[{"layer": 0, "windows": [1], "n": 1}]), "P: key 'layers[0].n' is unknown; known are layer, windows"),
+    (
+        edited(layers=[{"layer": 0, "windows": [1], "n": 1}]),
+        "P: key 'layers[0].n' is unknown; known are layer, windows",
+    ),
     (edited(layers=[{"layer": 0, "windows": [1]}] * 2), "P: key 'layers[1].layer' lists layer 0 a second time"),
-    (edited(layers=[{"layer": 0, "windows": 512}]), "P: key 'layers[0].windows' is 512, a list of one window per KV head expected"),
+    (
+        edited(layers=[{"layer": 0, "windows": 512}]),
+        "P: key 'layers[0].windows' is 512, a list of one window per KV head expected",
+    ),
     (rows(), "P: key 'layers[0].windows' is [], a list of one window per KV head expected"),
     (rows(1, layer=-1), "P: key 'layers[0].layer' is -1, an integer from 0 to 2147483647 expected"),
     (rows(1, layer="0"), "P: key 'layers[0].layer' is \"0\", an integer from 0 to 2147483647 expected"),
@@ -146,6 +161,7 @@ def test_policy_from_a_gguf(mini_hybrid):
 
 # the object
 
+
 def test_windows_from_python():
     numpy = pytest.importorskip("numpy")
     policy = Policy({5: ["full", None, numpy.int64(7)], 1: numpy.array([3, 4])})
@@ -153,21 +169,25 @@ def test_windows_from_python():
     assert list(policy.layers) == [1, 5]
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (({0: [0]},), f"policy: window 0 of layer 0 is 0, {EXPECTED}"),
-    (({0: [1, 2.0]},), f"policy: window 1 of layer 0 is 2.0, {EXPECTED}"),
-    (({0: "full"},), 'policy: windows of layer 0 is "full", a sequence expected'),
-    (({0: []},), "policy: windows of layer 0 is empty, one window per KV head expected"),
-    (({"a": [1]},), 'policy: layer is "a", an integer from 0 to 2147483647 expected'),
-    (([1],), "policy: layers is [1], a dict of layer: windows expected"),
-    (({}, -1), "policy: n_sink is -1, an integer from 0 to 2147483647 expected"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (({0: [0]},), f"policy: window 0 of layer 0 is 0, {EXPECTED}"),
+        (({0: [1, 2.0]},), f"policy: window 1 of layer 0 is 2.0, {EXPECTED}"),
+        (({0: "full"},), 'policy: windows of layer 0 is "full", a sequence expected'),
+        (({0: []},), "policy: windows of layer 0 is empty, one window per KV head expected"),
+        (({"a": [1]},), 'policy: layer is "a", an integer from 0 to 2147483647 expected'),
+        (([1],), "policy: layers is [1], a dict of layer: windows expected"),
+        (({}, -1), "policy: n_sink is -1, an integer from 0 to 2147483647 expected"),
+    ],
+)
 def test_bad_objects(arguments, message):
     assert refused(Policy, *arguments) == message
 
 
 def test_fingerprint():
     """FNV-1a of the canonical text, written out here once more."""
+
     def fnv(text):
         value = 0xCBF29CE484222325
         for byte in text.encode():
@@ -185,7 +205,7 @@ def test_fingerprint():
 
 def test_retention(geometry):
     policy = Policy({0: [100, None]})
-    assert policy.retention(1000) == pytest.approx((100 + 1000) / 2000)             # of the listed layer
+    assert policy.retention(1000) == pytest.approx((100 + 1000) / 2000)  # of the listed layer
     assert policy.retention(1000, geometry) == pytest.approx((100 + 3 * 1000) / 4000)  # layer 2 is full
     assert policy.retention(50, geometry) == 1.0
     assert Policy({0: [100, 100], 2: [100, 100]}, n_sink=4).retention(1000, geometry) == pytest.approx(0.104)
@@ -194,6 +214,7 @@ def test_retention(geometry):
 
 
 # does it fit
+
 
 def test_fits(geometry):
     Policy({0: [1, None], 2: [None, None]}, model=geometry.describe()).check(geometry)
@@ -207,26 +228,32 @@ def test_does_not_fit(geometry):
 
     assert message(Policy({7: [1, 1]})) == "P: lists layer 7, the model has layers 0 to 3"
     assert message(Policy({1: [1, 1]})) == (
-        "P: lists layer 1, which cannot take windows: it has the model's own sliding window of 128 tokens")
+        "P: lists layer 1, which cannot take windows: it has the model's own sliding window of 128 tokens"
+    )
     assert message(Policy({2: [1]})) == "P: layer 2 has 1 windows, the model has 2 KV heads there"
     assert message(Policy(model={"architecture": "llama"})) == (
-        f"P: made for another model: key 'model.architecture' is \"llama\", \"maple\" expected ({geometry.name})")
+        f'P: made for another model: key \'model.architecture\' is "llama", "maple" expected ({geometry.name})'
+    )
     assert message(Policy(model={"n_layer": 5})) == (
-        f"P: made for another model: key 'model.n_layer' is 5, 4 expected ({geometry.name})")
+        f"P: made for another model: key 'model.n_layer' is 5, 4 expected ({geometry.name})"
+    )
     assert "key 'model.fingerprint' is \"ab\"" in message(Policy(model={"fingerprint": "ab"}))
 
 
 def test_layers_that_take_no_windows_say_why(mini_hybrid, metadata_gguf):
     hybrid = ModelGeometry.from_gguf(mini_hybrid)
     assert refused(Policy({0: [1]}).check, hybrid) == (
-        "policy: lists layer 0, which cannot take windows: it is recurrent and keeps a state instead of KV")
+        "policy: lists layer 0, which cannot take windows: it is recurrent and keeps a state instead of KV"
+    )
     bloom = ModelGeometry.from_gguf(metadata_gguf("bloom"))
     assert refused(Policy({0: [1] * 8}).check, bloom) == (
         "policy: no policy fits a model of architecture bloom:"
-        " its ALiBi slopes follow the head's index, which grouped attention changes")
+        " its ALiBi slopes follow the head's index, which grouped attention changes"
+    )
 
 
 # made by hand
+
 
 def test_uniform(geometry):
     policy = uniform(geometry, 256, keep_full=[(0, 1)])
@@ -235,10 +262,12 @@ def test_uniform(geometry):
     assert policy.provenance == {"method": "uniform", "window": 256, "keep_full": ["0:1"], "made_by": "hand"}
     assert uniform(geometry, 256, [(2, None)]).layers[2] == (None, None)
     assert refused(uniform, geometry, 1, [(1, None)]) == (
-        "layer 1 cannot be kept full: it has the model's own sliding window of 128 tokens")
+        "layer 1 cannot be kept full: it has the model's own sliding window of 128 tokens"
+    )
     assert refused(uniform, geometry, 1, [(9, 0)]) == "layer 9 cannot be kept full: the model has layers 0 to 3"
     assert refused(uniform, geometry, 1, [(0, 2)]) == (
-        "KV head 2 of layer 0 cannot be kept full: the layer has KV heads 0 to 1")
+        "KV head 2 of layer 0 cannot be kept full: the layer has KV heads 0 to 1"
+    )
 
 
 def test_pattern(geometry):
@@ -247,7 +276,8 @@ def test_pattern(geometry):
     assert pattern(geometry, None, {2: [1, 2]}).layers == {2: (1, 2)}
     assert refused(pattern, geometry, [1, 2, 3]) == "pattern: layer 0 gets 3 windows, the model has 2 KV heads there"
     assert refused(pattern, geometry, None, {3: [1, 2]}) == (
-        "pattern: layer 3 cannot take windows: it has the model's own sliding window of 128 tokens")
+        "pattern: layer 3 cannot take windows: it has the model's own sliding window of 128 tokens"
+    )
 
 
 MATRICES = [
@@ -264,8 +294,12 @@ MATRICES = [
     ("m.json", "{", "FILE: not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
     ("m.json", "[1, 2]", "FILE: a list of rows, or an object of layer: row expected"),
     ("m.json", '{"a": [1]}', "FILE: keys that are layer numbers expected"),
-    ("m.json", '{"1": [1, 1]}', "FILE: layer 1 cannot take windows: it has the model's own sliding window of 128 tokens"),
-    ("m.json", '[[1, 2.5], [1, 1]]', f"policy: window 1 of layer 0 is 2.5, {EXPECTED}"),
+    (
+        "m.json",
+        '{"1": [1, 1]}',
+        "FILE: layer 1 cannot take windows: it has the model's own sliding window of 128 tokens",
+    ),
+    ("m.json", "[[1, 2.5], [1, 1]]", f"policy: window 1 of layer 0 is 2.5, {EXPECTED}"),
 ]
 
 
@@ -289,6 +323,7 @@ def test_rows_as_text():
 
 # any policy
 
+
 def test_round_trips_of_any_policy():
     rng = random.Random(0)
     texts = ["", "full", "ü", "日本", "\u2028", '"\\', "\x00\x1f", "😀", "a" * 300]
@@ -297,13 +332,17 @@ def test_round_trips_of_any_policy():
     def value(depth):
         kind = rng.randrange(5 if depth else 3)
         if kind < 3:
-            return rng.choice([None, True, False, *texts, *numbers, rng.random() * 10**rng.randint(-300, 300)])
+            return rng.choice([None, True, False, *texts, *numbers, rng.random() * 10 ** rng.randint(-300, 300)])
         items = [value(depth - 1) for _ in range(rng.randrange(4))]
         return items if kind == 3 else {rng.choice(texts) + str(i): item for i, item in enumerate(items)}
 
     for _ in range(500):
-        layers = {rng.randrange(600): [rng.choice([None, 1, 2**31 - 1, rng.randint(1, 2**31 - 1)]) for _ in range(rng.randint(1, 9))]
-                  for _ in range(rng.randrange(6))}
+        layers = {
+            rng.randrange(600): [
+                rng.choice([None, 1, 2**31 - 1, rng.randint(1, 2**31 - 1)]) for _ in range(rng.randint(1, 9))
+            ]
+            for _ in range(rng.randrange(6))
+        }
         policy = Policy(layers, rng.choice([0, 4, 2**31 - 1]), provenance=rng.choice([None, {"x": value(3)}]))
         again = Policy.from_json(policy.to_json())
         assert again == policy

@@ -40,14 +40,16 @@ def arrays(n_token, n_query, n_gqa=2, head_dim_k=16, head_dim_v=24, seed=0):
     random = np.random.default_rng([seed, n_token, n_query, n_gqa])
     positions = random.integers(0, n_token, n_query)
     positions[:3] = n_token - 1, 0, n_token - 1
-    q, k, v = (random.normal(size=shape).astype(np.float32)
-               for shape in ((n_query, n_gqa, head_dim_k), (n_token, head_dim_k), (n_token, head_dim_v)))
+    q, k, v = (
+        random.normal(size=shape).astype(np.float32)
+        for shape in ((n_query, n_gqa, head_dim_k), (n_token, head_dim_k), (n_token, head_dim_v))
+    )
     return 2 * q, positions, k, v
 
 
 CASES = [  # n_token, n_query, n_gqa, windows, other arguments
     (101, 11, 1, [1, 2, 3, 5, 16, 64], {}),
-    (101, 11, 2, [1, 7, 100, 101, 102, 5000], {}),          # one short of the length, the length, beyond it
+    (101, 11, 2, [1, 7, 100, 101, 102, 5000], {}),  # one short of the length, the length, beyond it
     (211, 13, 3, [32, 64, 128], {"n_block": 1}),
     (211, 13, 6, [32, 64, 128], {"n_block": 7}),
     (211, 37, 8, [32, 64, 128], {"n_block": 32}),
@@ -57,7 +59,7 @@ CASES = [  # n_token, n_query, n_gqa, windows, other arguments
     (101, 11, 2, [9, 63, 64, 65], {"n_sink": 64, "n_block": 7}),  # more sinks than most windows have tokens
     (101, 11, 2, [9, 50], {"n_sink": 101}),
     (101, 11, 2, [9, 50, 300], {"n_sink": 400}),
-    (101, 11, 2, [], {}),                                   # full history alone
+    (101, 11, 2, [], {}),  # full history alone
     (1, 3, 2, [1, 2], {"n_sink": 1}),
     (101, 11, 2, [4, 32], {"softcap": 3.0}),
     (101, 11, 2, [4, 32], {"softcap": 50.0, "n_sink": 4}),
@@ -107,7 +109,9 @@ def test_windows_off_by_one_are_seen():
         actual = replay(q, positions, k, v, wrong, scale=0.25, n_sink=n_sink)
         assert all(error(actual[b], expected[b]) > 1000 * TOLERANCE for b in range(3))
         assert error(actual[3], expected[3]) < TOLERANCE  # full history has no window
-    assert error(replay(q, np.maximum(positions - 1, 0), k, v, windows, scale=0.25, n_sink=4), expected) > 1000 * TOLERANCE
+    assert (
+        error(replay(q, np.maximum(positions - 1, 0), k, v, windows, scale=0.25, n_sink=4), expected) > 1000 * TOLERANCE
+    )
 
 
 def test_blocks_do_not_matter():
@@ -160,23 +164,30 @@ def test_memory_is_that_of_a_block(n_gqa):
     block, keys = n_block * n_token * 8, n_token * head_dim * 8
     few = peak(2 * n_block, [256, 1024])
     assert n_gqa * block + keys < few < (3 * n_gqa + 2) * block + keys
-    for n_query, windows in ((2 * n_block, [64, 256, 512, 1024]), (4 * n_block, [256, 1024]), (16 * n_block, range(64, 1025, 64))):
+    for n_query, windows in (
+        (2 * n_block, [64, 256, 512, 1024]),
+        (4 * n_block, [256, 1024]),
+        (16 * n_block, range(64, 1025, 64)),
+    ):
         assert peak(n_query, windows) == pytest.approx(few, rel=0.03)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"windows": [4, 4]}, "windows [4, 4]; ascending numbers of tokens, each at least 1, expected"),
-    ({"windows": [0, 4]}, "windows [0, 4]; ascending"),
-    ({"positions": [0] * 10 + [101]}, "a query outside of its 101 keys: positions from 0 to 100 expected"),
-    ({"positions": [-1] * 11}, "positions from 0 to 100 expected"),
-    ({"positions": [0.5] * 11}, "positions from 0 to 100 expected"),
-    ({"positions": [0] * 10}, "arrays of shapes q (11, 2, 16), positions (10,), k (101, 16), v (101, 24)"),
-    ({"v": np.zeros((100, 24))}, "v (100, 24)"),
-    ({"k": np.zeros((101, 8))}, "k (101, 8)"),
-    ({"sinks": [1.0]}, "learned sinks of shape (1,), (2,) expected"),
-    ({"n_sink": -1}, "n_sink -1"),
-    ({"n_block": 0}, "n_block 0"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"windows": [4, 4]}, "windows [4, 4]; ascending numbers of tokens, each at least 1, expected"),
+        ({"windows": [0, 4]}, "windows [0, 4]; ascending"),
+        ({"positions": [0] * 10 + [101]}, "a query outside of its 101 keys: positions from 0 to 100 expected"),
+        ({"positions": [-1] * 11}, "positions from 0 to 100 expected"),
+        ({"positions": [0.5] * 11}, "positions from 0 to 100 expected"),
+        ({"positions": [0] * 10}, "arrays of shapes q (11, 2, 16), positions (10,), k (101, 16), v (101, 24)"),
+        ({"v": np.zeros((100, 24))}, "v (100, 24)"),
+        ({"k": np.zeros((101, 8))}, "k (101, 8)"),
+        ({"sinks": [1.0]}, "learned sinks of shape (1,), (2,) expected"),
+        ({"n_sink": -1}, "n_sink -1"),
+        ({"n_block": 0}, "n_block 0"),
+    ],
+)
 def test_refused(change, message):
     q, positions, k, v = arrays(101, 11)
     with pytest.raises(HwkvError) as caught:

@@ -7,9 +7,10 @@ import re
 import pytest
 
 from hwkv_llamacpp import HwkvError
-from hwkv_llamacpp.report import comparison, page as report
 from hwkv_llamacpp.measure import records
 from hwkv_llamacpp.measure.records import Row
+from hwkv_llamacpp.report import comparison
+from hwkv_llamacpp.report import page as report
 
 MIB = 2**20
 MACHINE = {"system": "Linux x86_64", "cpu": "a CPU", "n_cpus": 2, "memory_bytes": 16 * 2**30}
@@ -18,26 +19,67 @@ HALF = [[0, 256, [None, 512]]]
 
 
 def row(kind, arm, n_ctx, round_=0, status="ok", **more):
-    policy = {} if arm in ("upstream", "full") else {"policy": f"{arm}.json", "policy_fingerprint": "abc", "kv_layers": HALF, "retention": 0.5}
-    common = {"status": status, "machine": MACHINE, "build": "cpu", "build_pair": "b1", "upstream_commit": "0c1e570", "commit": "1234567", "model": "m.gguf",
-              "model_sha256": "f" * 64, "model_bytes": 5 * MIB, "n_ctx_train": 4096, "settings": {"n_ubatch": 512, "n_threads": 1}, "kv_layers": FULL,
-              "peak_counts": "resident set, high-water mark", "retention": 1.0, "kv_bytes_source": "props"}
+    policy = (
+        {}
+        if arm in ("upstream", "full")
+        else {"policy": f"{arm}.json", "policy_fingerprint": "abc", "kv_layers": HALF, "retention": 0.5}
+    )
+    common = {
+        "status": status,
+        "machine": MACHINE,
+        "build": "cpu",
+        "build_pair": "b1",
+        "upstream_commit": "0c1e570",
+        "commit": "1234567",
+        "model": "m.gguf",
+        "model_sha256": "f" * 64,
+        "model_bytes": 5 * MIB,
+        "n_ctx_train": 4096,
+        "settings": {"n_ubatch": 512, "n_threads": 1},
+        "kv_layers": FULL,
+        "peak_counts": "resident set, high-water mark",
+        "retention": 1.0,
+        "kv_bytes_source": "props",
+    }
     return Row(kind, arm, n_ctx, round=round_, **{**common, **policy, **more})
 
 
 def memory_rows():
     peaks = {"upstream": (100, 104, 102), "full": (103, 104, 105), "p": (50, 78, 51)}
-    return [row("grid", arm, 2048, i, peak_bytes=peak * MIB, predicted_peak_bytes=peak * MIB + MIB, kv_bytes=8 * MIB, predicted_kv_bytes=8 * MIB)
-            for arm, values in peaks.items() for i, peak in enumerate(values)]
+    return [
+        row(
+            "grid",
+            arm,
+            2048,
+            i,
+            peak_bytes=peak * MIB,
+            predicted_peak_bytes=peak * MIB + MIB,
+            kv_bytes=8 * MIB,
+            predicted_kv_bytes=8 * MIB,
+        )
+        for arm, values in peaks.items()
+        for i, peak in enumerate(values)
+    ]
 
 
 def capacity_rows():
     rows = []
     for arm, good, per_token in (("upstream", 10240, 20), ("p", 17408, 11)):
         for i in range(3):
-            rows += [row("capacity", arm, good, i, step="last success", predicted_peak_bytes=10**6 + good * per_token),
-                     row("capacity", arm, good + 1024, i, "out of memory", step="first failure", phase="prefill", cause="killed by the kernel",
-                         predicted_peak_bytes=10**6 + (good + 1024) * per_token)]
+            rows += [
+                row("capacity", arm, good, i, step="last success", predicted_peak_bytes=10**6 + good * per_token),
+                row(
+                    "capacity",
+                    arm,
+                    good + 1024,
+                    i,
+                    "out of memory",
+                    step="first failure",
+                    phase="prefill",
+                    cause="killed by the kernel",
+                    predicted_peak_bytes=10**6 + (good + 1024) * per_token,
+                ),
+            ]
     return rows
 
 
@@ -45,11 +87,17 @@ def test_medians_and_ratios_within_repetitions():
     (section,) = comparison.make_sections(memory_rows())
     assert section.arms == ["upstream", "full", "p"]
     assert section.median("p", 2048, "peak_bytes") == 51 * MIB
-    assert section.ratio("p", 2048, "peak_bytes") == pytest.approx(0.5)  # of 0.5, 0.75 and 0.5; of the medians it would be 0.5, too
-    assert section.ratio("full", 2048, "peak_bytes") == pytest.approx(1.0294, abs=1e-4)  # the medians alone would say 1.0196
+    assert section.ratio("p", 2048, "peak_bytes") == pytest.approx(
+        0.5
+    )  # of 0.5, 0.75 and 0.5; of the medians it would be 0.5, too
+    assert section.ratio("full", 2048, "peak_bytes") == pytest.approx(
+        1.0294, abs=1e-4
+    )  # the medians alone would say 1.0196
     (table,) = section.tables()
     assert table.rows[2][:4] == ["2,048, p", "51.0", "50.0, 78.0, 51.0", "0.500"]
-    assert table.notes == ["Predicted KV bytes are the allocated ones in 9 of 9 cases. The predicted peak is at most 2.0% off the measured one."]
+    assert table.notes == [
+        "Predicted KV bytes are the allocated ones in 9 of 9 cases. The predicted peak is at most 2.0% off the measured one."
+    ]
 
 
 def test_a_repetition_that_failed_has_no_ratio_and_is_shown():
@@ -69,8 +117,15 @@ def test_different_instruments_have_no_ratio():
     assert comparison.make_sections(rows)[0].ratio("p", 2048, "peak_bytes") is None
 
 
-@pytest.mark.parametrize("change, what", [({"machine": {**MACHINE, "n_cpus": 64}}, "2 machines"), ({"build_pair": "b2"}, "2 sets of builds"),
-                                          ({"settings": {"n_ubatch": 128}}, None), ({"model_sha256": "e" * 64}, None)])
+@pytest.mark.parametrize(
+    "change, what",
+    [
+        ({"machine": {**MACHINE, "n_cpus": 64}}, "2 machines"),
+        ({"build_pair": "b2"}, "2 sets of builds"),
+        ({"settings": {"n_ubatch": 128}}, None),
+        ({"model_sha256": "e" * 64}, None),
+    ],
+)
 def test_what_differs_is_never_in_one_ratio(change, what):
     rows = memory_rows()
     rows[6:] = [dataclasses.replace(r, **change) for r in rows[6:]]
@@ -107,7 +162,10 @@ def test_a_pair_that_is_not_confirmed_says_so():
     assert comparison.make_sections(rows)[0].tables()[0].rows[1][3] == "no: 3 of 3 ran, 2 of 3 ran out"
     rows = [dataclasses.replace(r, step="search") for r in rows]
     section = comparison.make_sections(rows)[0]
-    assert section.tables()[0].rows[1][3] == "no: not repeated" and ("policy p", "abc, no boundary was measured") in section.about()
+    assert (
+        section.tables()[0].rows[1][3] == "no: not repeated"
+        and ("policy p", "abc, no boundary was measured") in section.about()
+    )
     crashed = [*capacity_rows(), row("capacity", "p", 20480, 0, "failed", step="search", cause="killed by SIGSEGV")]
     (table,) = comparison.make_sections(crashed)[0].tables()
     assert table.rows[1][1:3] == ["17,408", "18,432"]  # a crash moves no boundary
@@ -115,9 +173,14 @@ def test_a_pair_that_is_not_confirmed_says_so():
 
 
 def test_what_the_limit_counted_is_shown():
-    rows = [dataclasses.replace(r, memory_limit_bytes=100 * MIB, memory_limit_kind="cgroup v2", cgroup_peak_bytes=99 * MIB) for r in capacity_rows()]
+    rows = [
+        dataclasses.replace(r, memory_limit_bytes=100 * MIB, memory_limit_kind="cgroup v2", cgroup_peak_bytes=99 * MIB)
+        for r in capacity_rows()
+    ]
     (table,) = comparison.make_sections(rows)[0].tables()
-    assert [r[5] for r in table.rows] == ["99.0", "99.0"] and any("counted against the limit" in note for note in table.notes)
+    assert [r[5] for r in table.rows] == ["99.0", "99.0"] and any(
+        "counted against the limit" in note for note in table.notes
+    )
 
 
 def test_a_policy_whose_every_head_has_a_window_has_no_ideal():
@@ -127,8 +190,11 @@ def test_a_policy_whose_every_head_has_a_window_has_no_ideal():
 
 def test_the_narrowest_of_several_pairs_counts():
     """A search on a grid of 1,024 and, after it, one on a finer grid."""
-    finer = [row("capacity", "upstream", n, i, status, step=step) for i in range(3)
-             for n, status, step in ((10496, "ok", "last success"), (10752, "out of memory", "first failure"))]
+    finer = [
+        row("capacity", "upstream", n, i, status, step=step)
+        for i in range(3)
+        for n, status, step in ((10496, "ok", "last success"), (10752, "out of memory", "first failure"))
+    ]
     for rows in (capacity_rows() + finer, finer + capacity_rows()):
         (section,) = comparison.make_sections(rows)
         pair = comparison.Pair(section, "upstream")
@@ -138,10 +204,16 @@ def test_the_narrowest_of_several_pairs_counts():
 def test_policies_of_one_file_name_are_arms_of_their_own():
     """As when a policy is calibrated anew between two runs."""
     rows = memory_rows()
-    other = [dataclasses.replace(r, policy_fingerprint="1234567890abcdef", peak_bytes=r.peak_bytes * 3) for r in rows if r.arm == "p"]
+    other = [
+        dataclasses.replace(r, policy_fingerprint="1234567890abcdef", peak_bytes=r.peak_bytes * 3)
+        for r in rows
+        if r.arm == "p"
+    ]
     (section,) = comparison.make_sections(rows + other)
     assert section.arms == ["upstream", "full", "p abc", "p 12345678"]
-    assert section.ratio("p abc", 2048, "peak_bytes") == pytest.approx(0.5) and section.ratio("p 12345678", 2048, "peak_bytes") == pytest.approx(1.5)
+    assert section.ratio("p abc", 2048, "peak_bytes") == pytest.approx(0.5) and section.ratio(
+        "p 12345678", 2048, "peak_bytes"
+    ) == pytest.approx(1.5)
     assert {"policy p abc", "policy p 12345678"} <= {what for what, _ in section.about()}
 
 
@@ -162,12 +234,18 @@ def test_preparation_is_part_of_no_result():
 
 # the command
 
+
 @pytest.fixture
 def runs(tmp_path):
     path = tmp_path / "run.jsonl"
     speed = {"upstream": 100, "full": 99, "p": 150}
-    grid = [dataclasses.replace(one, n_ctx=n_ctx, prefill_ts=speed[one.arm], decode_ts=speed[one.arm] / 10, n_prefill=2000, n_decode=64)
-            for n_ctx in (2048, 8192) for one in memory_rows()]
+    grid = [
+        dataclasses.replace(
+            one, n_ctx=n_ctx, prefill_ts=speed[one.arm], decode_ts=speed[one.arm] / 10, n_prefill=2000, n_decode=64
+        )
+        for n_ctx in (2048, 8192)
+        for one in memory_rows()
+    ]
     for one in (*grid, *capacity_rows()):
         records.append(path, one)
     return path
@@ -208,6 +286,8 @@ def test_bad_input_is_one_sentence(hwkv, tmp_path):
     empty = tmp_path / "empty.jsonl"
     empty.touch()
     assert hwkv("report", empty)[::2] == (1, f"error: {empty}: no rows\n")
-    assert hwkv("report", tmp_path / "none.jsonl")[2] == f"error: {tmp_path / 'none.jsonl'}: cannot read: no such file\n"
+    assert (
+        hwkv("report", tmp_path / "none.jsonl")[2] == f"error: {tmp_path / 'none.jsonl'}: cannot read: no such file\n"
+    )
     with pytest.raises(HwkvError, match="unknown kind 'speed'"):
         comparison.make_sections([row("speed", "full", 1)])

@@ -28,14 +28,18 @@ def rpc_build(monkeypatch):
 
 @pytest.fixture
 def rpc_servers(rpc_build, tmp_path):
-    """"HOST:PORT,HOST:PORT" of two servers on the loopback address."""
+    """ "HOST:PORT,HOST:PORT" of two servers on the loopback address."""
     addresses = []
     with ExitStack() as stack:
         for i in range(2):
             port = free_port()
             log = stack.enter_context(open(tmp_path / f"rpc-{i}.log", "w"))
-            process = subprocess.Popen([BUILD / "bin" / "ggml-rpc-server", "-H", "127.0.0.1", "-p", str(port), "-t", "1"], stdout=log,
-                                       stderr=subprocess.STDOUT, env={**os.environ, "OMP_WAIT_POLICY": "passive"})
+            process = subprocess.Popen(
+                [BUILD / "bin" / "ggml-rpc-server", "-H", "127.0.0.1", "-p", str(port), "-t", "1"],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_WAIT_POLICY": "passive"},
+            )
             stack.callback(process.wait)
             stack.callback(process.kill)
             wait_for_port(port, process)
@@ -55,12 +59,24 @@ def wait_for_port(port, process):
 
 def test_layers_on_two_rpc_servers_give_the_local_logits(rpc_servers, mini_hybrid, tmp_path):
     path = tmp_path / "policy.json"
-    handmade.pattern(ModelGeometry.from_gguf(mini_hybrid), by_layer={3: [64, None, 200, 64], 7: [100, 64, None, 64]}).save(path)
+    handmade.pattern(
+        ModelGeometry.from_gguf(mini_hybrid), by_layer={3: [64, None, 200, 64], 7: [100, 64, None, 64]}
+    ).save(path)
     text = needle_prompt(7, 1500, 900)[0]
     answers, kv = {}, {}
     for name, flags in (("local", ()), ("rpc", ("--rpc", rpc_servers, "-ngl", "99", "-ts", "1,1"))):
-        options = ServerOptions(model=mini_hybrid, policy=path, n_ctx=2048, n_ubatch=128, n_parallel=1, n_threads=1, flash_attn="on",
-                                type_k="f32", type_v="f32", extra=("-lv", "4", *flags))
+        options = ServerOptions(
+            model=mini_hybrid,
+            policy=path,
+            n_ctx=2048,
+            n_ubatch=128,
+            n_parallel=1,
+            n_threads=1,
+            flash_attn="on",
+            type_k="f32",
+            type_v="f32",
+            extra=("-lv", "4", *flags),
+        )
         with LlamaServer(options) as server:
             prompt = server.post("/tokenize", {"content": text})["tokens"][:1100]
             answers[name] = ask(server, prompt)

@@ -41,17 +41,20 @@ class Nvml:
 def test_process_and_devices_are_kept_apart():
     nvml = Nvml([100, 40], [[(1, 70)], []])
     gpus = sampler.Gpus(nvml)
-    assert gpus.describe() == ([{"name": "a GPU", "memory_bytes": 1000}, {"name": "another", "memory_bytes": 1000}], "580.1")
+    assert gpus.describe() == (
+        [{"name": "a GPU", "memory_bytes": 1000}, {"name": "another", "memory_bytes": 1000}],
+        "580.1",
+    )
     watch = sampler.MemorySampler(PID, gpus, interval_s=60)
     for used, ours in (([350, 90], (250, 50)), ([600, 60], (200, 20)), ([120, 40], (10, None))):
         nvml.used, nvml.held = used, [[(1, 70), (PID, ours[0])], [(PID, ours[1])]]
         watch.sample()
     watch.stop()
     assert gpus.before == [100, 40]
-    assert watch.gpu_process_peak == 300               # of one moment, both devices together
-    assert watch.gpu_device_peak == [600, 90]          # of each device, whoever holds it
+    assert watch.gpu_process_peak == 300  # of one moment, both devices together
+    assert watch.gpu_device_peak == [600, 90]  # of each device, whoever holds it
     assert [held for _, held in watch.samples] == [300, 220, 10, 10]
-    assert watch.rss_peak > 2**20                      # the host's as well
+    assert watch.rss_peak > 2**20  # the host's as well
 
 
 def test_a_driver_that_tells_nothing_of_processes():

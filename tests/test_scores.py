@@ -15,7 +15,9 @@ WINDOWS = (4, 16, 64)
 def outputs(seed, n_token=150, n_query=40, n_gqa=3, head_dim=16, **options):
     """[n_window + 1, n_query, n_gqa, head_dim] of one KV head with random content."""
     random = np.random.default_rng(seed)
-    q, k, v = (random.normal(size=shape) for shape in ((n_query, n_gqa, head_dim), (n_token, head_dim), (n_token, head_dim)))
+    q, k, v = (
+        random.normal(size=shape) for shape in ((n_query, n_gqa, head_dim), (n_token, head_dim), (n_token, head_dim))
+    )
     return replay(q, random.integers(75, n_token, n_query), k, v, WINDOWS, scale=1.0, **options)
 
 
@@ -32,6 +34,7 @@ def scores(cosines):
 
 # the cosine
 
+
 def test_cosine_is_the_formula():
     out = outputs(3)
     actual = stabilised_cosine(out, eps=0.01)
@@ -39,7 +42,8 @@ def test_cosine_is_the_formula():
     for w, i, head in ((0, 0, 0), (2, 39, 1), (1, 20, 2)):
         o, full = (np.asarray(x, float) for x in (out[w, i, head], out[-1, i, head]))
         assert actual[i, head, w] == pytest.approx(
-            (sum(o * full) + 0.01) / (np.sqrt(sum(o * o)) * np.sqrt(sum(full * full)) + 0.01), rel=1e-12)
+            (sum(o * full) + 0.01) / (np.sqrt(sum(o * o)) * np.sqrt(sum(full * full)) + 0.01), rel=1e-12
+        )
 
 
 def test_full_scores_one_exactly():
@@ -57,6 +61,7 @@ def test_small_differences_are_resolved():
 
 
 # the reduction
+
 
 def test_shapes(scores):
     assert {x.shape for x in (scores.mean, scores.p1, scores.p5)} == {(2, 3)}
@@ -93,6 +98,7 @@ def test_cosines_of_other_shapes_are_refused(cosines):
 
 # JSON
 
+
 def test_json_round_trip(scores):
     text = json.dumps(scores.to_dict())
     again = LayerScores.from_dict(json.loads(text))
@@ -109,13 +115,16 @@ def test_noise_of_the_last_bits_does_not_change_the_text(cosines, scores):
     assert LayerScores.from_cosines(8, WINDOWS, 4, cosines) != scores
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"p1": [[0.5, 0.5, 0.5]]}, r"layer 7: key 'p1' has the shape \(1, 3\), \(2, 3\) expected"),
-    ({"head_mean": [[0.5, 0.5]] * 6}, r"layer 7: key 'head_mean' has the shape \(6, 2\), \(6, 3\) expected"),
-    ({"mean": [[1.0], [1.0, 2.0]]}, "layer 7: tables of numbers expected"),
-    ({"mean": "x"}, "layer 7: tables of numbers expected"),
-    ({"p2": []}, "scores have the keys .*p2"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"p1": [[0.5, 0.5, 0.5]]}, r"layer 7: key 'p1' has the shape \(1, 3\), \(2, 3\) expected"),
+        ({"head_mean": [[0.5, 0.5]] * 6}, r"layer 7: key 'head_mean' has the shape \(6, 2\), \(6, 3\) expected"),
+        ({"mean": [[1.0], [1.0, 2.0]]}, "layer 7: tables of numbers expected"),
+        ({"mean": "x"}, "layer 7: tables of numbers expected"),
+        ({"p2": []}, "scores have the keys .*p2"),
+    ],
+)
 def test_from_dict_refuses(scores, change, message):
     with pytest.raises(HwkvError, match=message):
         LayerScores.from_dict({**scores.to_dict(), **change})
@@ -123,14 +132,18 @@ def test_from_dict_refuses(scores, change, message):
 
 # the choice
 
-@pytest.mark.parametrize(("row", "tau", "window"), [
-    ([0.5, 0.9, 0.99], 0.9, 16),       # at least tau
-    ([0.5, 0.9, 0.99], 0.91, 64),
-    ([0.5, 0.9, 0.99], 0.999, None),
-    ([0.95, 0.9, 0.99], 0.92, 4),      # not monotone: the shortest that reaches it, whatever longer ones do
-    ([0.5, 0.9, 1.0], 1.0, 64),
-    ([float("nan")] * 3, 0.5, None),
-])
+
+@pytest.mark.parametrize(
+    ("row", "tau", "window"),
+    [
+        ([0.5, 0.9, 0.99], 0.9, 16),  # at least tau
+        ([0.5, 0.9, 0.99], 0.91, 64),
+        ([0.5, 0.9, 0.99], 0.999, None),
+        ([0.95, 0.9, 0.99], 0.92, 4),  # not monotone: the shortest that reaches it, whatever longer ones do
+        ([0.5, 0.9, 1.0], 1.0, 64),
+        ([float("nan")] * 3, 0.5, None),
+    ],
+)
 def test_shortest_window(row, tau, window):
     assert shortest_window(row, WINDOWS, tau) == window
 

@@ -3,17 +3,21 @@
 import pytest
 
 from hwkv_llamacpp import HwkvError, ModelGeometry
-from hwkv_llamacpp.policy.footprint import predict
 from hwkv_llamacpp.baselines.handmade import uniform
-from hwkv_llamacpp.calibration.selection import by_bytes, by_retention, by_tau
 from hwkv_llamacpp.calibration.run import Record
+from hwkv_llamacpp.calibration.selection import by_bytes, by_retention, by_tau
+from hwkv_llamacpp.policy.footprint import predict
 
 
 @pytest.fixture
 def geometry(metadata_gguf):
     """6 layers of 4 KV heads of 64."""
-    return ModelGeometry.from_gguf(metadata_gguf("llama", {
-        "block_count": 6, "embedding_length": 512, "attention.head_count": 8, "attention.head_count_kv": 4}))
+    return ModelGeometry.from_gguf(
+        metadata_gguf(
+            "llama",
+            {"block_count": 6, "embedding_length": 512, "attention.head_count": 8, "attention.head_count_kv": 4},
+        )
+    )
 
 
 def record(geometry, tau, window, kl, n_sink=0):
@@ -23,10 +27,18 @@ def record(geometry, tau, window, kl, n_sink=0):
 
 @pytest.fixture
 def records(geometry):
-    return [record(geometry, 0.9, 128, 0.5), record(geometry, 0.95, 256, 0.1), record(geometry, 0.99, 512, 0.2), record(geometry, 0.999, 768, 0.01)]
+    return [
+        record(geometry, 0.9, 128, 0.5),
+        record(geometry, 0.95, 256, 0.1),
+        record(geometry, 0.99, 512, 0.2),
+        record(geometry, 0.999, 768, 0.01),
+    ]
 
 
-@pytest.mark.parametrize(("share", "tau"), [(1, 0.999), (0.75, 0.999), (0.7499, 0.95), (0.5, 0.95), (0.25, 0.95), (0.2499, 0.9), (0.125, 0.9)])
+@pytest.mark.parametrize(
+    ("share", "tau"),
+    [(1, 0.999), (0.75, 0.999), (0.7499, 0.95), (0.5, 0.95), (0.25, 0.95), (0.2499, 0.9), (0.125, 0.9)],
+)
 def test_least_distortion_within_a_retention(geometry, records, share, tau):
     """Not the most that fits: 0.99 keeps more than 0.95, and is worse."""
     for order in (records, records[::-1]):
@@ -40,7 +52,12 @@ def test_the_retention_is_that_at_the_stated_context(geometry, records):
 
 def test_ties(geometry):
     """Equal distortion: the lower retention, and then the larger tau; the order of the records decides nothing."""
-    same = [record(geometry, 0.9, 512, 0.1), record(geometry, 0.95, 256, 0.1), record(geometry, 0.98, 256, 0.1), record(geometry, 0.99, 768, 0.1)]
+    same = [
+        record(geometry, 0.9, 512, 0.1),
+        record(geometry, 0.95, 256, 0.1),
+        record(geometry, 0.98, 256, 0.1),
+        record(geometry, 0.99, 768, 0.1),
+    ]
     for order in (same, same[::-1], same[2:] + same[:2]):
         assert by_retention(order, geometry, 0.9, 1024).tau == 0.98
         assert by_bytes(order, geometry, 2**30, 1024).tau == 0.98
@@ -55,7 +72,9 @@ def test_retention_counts_the_sink_positions(geometry):
 def test_none_fits_names_the_nearest(geometry, records):
     with pytest.raises(HwkvError) as caught:
         by_retention(records, geometry, 0.1, 1024)
-    assert str(caught.value).startswith("no record fits the budget of 0.1: the nearest, tau 0.9, keeps 0.1250 of the KV cells at 1024 tokens; lower")
+    assert str(caught.value).startswith(
+        "no record fits the budget of 0.1: the nearest, tau 0.9, keeps 0.1250 of the KV cells at 1024 tokens; lower"
+    )
 
 
 def test_bytes_are_those_that_the_runtime_allocates(geometry, records):
@@ -68,11 +87,16 @@ def test_bytes_are_those_that_the_runtime_allocates(geometry, records):
         with pytest.raises(HwkvError) as caught:
             by_bytes(records, geometry, costs[0.9] - 1, 8192, **options)
         mib = f"{costs[0.9] / 2**20:,.1f} MiB"
-        assert f"no record fits the budget of {mib}: the nearest, tau 0.9, takes {mib} of KV cache at 8192 tokens" in str(caught.value)
+        assert (
+            f"no record fits the budget of {mib}: the nearest, tau 0.9, takes {mib} of KV cache at 8192 tokens"
+            in str(caught.value)
+        )
 
 
 def test_by_tau(geometry, records):
     assert by_tau(records, 0.95) is records[1]
     assert by_tau([*records, record(geometry, 0.95, 64, 0.05, n_sink=4)], 0.95).n_sink == 4  # the less distorted of two
-    with pytest.raises(HwkvError, match=r"no record has tau 0\.5; there are tau 0\.9, tau 0\.95, tau 0\.99, tau 0\.999"):
+    with pytest.raises(
+        HwkvError, match=r"no record has tau 0\.5; there are tau 0\.9, tau 0\.95, tau 0\.99, tau 0\.999"
+    ):
         by_tau(records, 0.5)

@@ -10,9 +10,9 @@ import pytest
 import requests
 
 from hwkv_llamacpp import HwkvError, ModelGeometry, Policy
-from hwkv_llamacpp.runtime import native
-from hwkv_llamacpp.gguf.embed import embed
 from hwkv_llamacpp.cli.serve import describe
+from hwkv_llamacpp.gguf.embed import embed
+from hwkv_llamacpp.runtime import native
 from hwkv_llamacpp.runtime.server import free_port
 
 POLICY = Policy({3: (None, 64, 64, 64)})
@@ -30,7 +30,12 @@ def serve(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
     def run(*words):
-        done = subprocess.run([sys.executable, "-m", "hwkv_llamacpp", "serve", *map(str, words)], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-m", "hwkv_llamacpp", "serve", *map(str, words)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
         return done.returncode, done.stdout.split("\n")[:-1], done.stderr
 
     return run
@@ -65,7 +70,10 @@ def test_the_first_line_names_the_policy(mini_hybrid, tmp_path):
 
 def test_a_policy_asked_for_by_name_must_be_there(serve, hwkv, mini_hybrid):
     assert serve(mini_hybrid, "--policy", "embedded") == (1, [], f"error: {mini_hybrid}: has no embedded policy\n")
-    assert hwkv("plan", mini_hybrid, "--policy", "embedded", "--formulas")[::2] == (1, f"error: {mini_hybrid}: has no embedded policy\n")
+    assert hwkv("plan", mini_hybrid, "--policy", "embedded", "--formulas")[::2] == (
+        1,
+        f"error: {mini_hybrid}: has no embedded policy\n",
+    )
 
 
 def test_flags_of_the_server_go_after_two_dashes(serve, mini_hybrid):
@@ -75,7 +83,11 @@ def test_flags_of_the_server_go_after_two_dashes(serve, mini_hybrid):
 
 
 def test_what_would_be_another_model_or_an_empty_policy(serve, mini_hybrid, tmp_path):
-    assert serve(mini_hybrid, "--", "-m", "other.gguf") == (1, [], "error: -m: give the model as MODEL, before the --\n")
+    assert serve(mini_hybrid, "--", "-m", "other.gguf") == (
+        1,
+        [],
+        "error: -m: give the model as MODEL, before the --\n",
+    )
     os.mkfifo(tmp_path / "pipe")
     expected = f"error: {tmp_path / 'pipe'}: not a regular file: the policy is read twice, so a file expected\n"
     assert serve(mini_hybrid, "--policy", tmp_path / "pipe") == (1, [], expected)
@@ -87,9 +99,26 @@ def test_the_server_makes_one_slot(mini_hybrid, policy, tmp_path):
     except HwkvError as error:
         pytest.skip(str(error))
     port = free_port()
-    words = [mini_hybrid, "--policy", policy, "--", "-c", 2048, "-ub", 128, "-t", 1, "--host", "127.0.0.1", "--port", port]
+    words = [
+        mini_hybrid,
+        "--policy",
+        policy,
+        "--",
+        "-c",
+        2048,
+        "-ub",
+        128,
+        "-t",
+        1,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        port,
+    ]
     with open(tmp_path / "log", "w") as log:
-        process = subprocess.Popen([sys.executable, "-m", "hwkv_llamacpp", "serve", *map(str, words)], stdout=log, stderr=log)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hwkv_llamacpp", "serve", *map(str, words)], stdout=log, stderr=log
+        )
     props = {}
     try:
         deadline = time.monotonic() + 60

@@ -17,11 +17,11 @@ from minilang import needle_prompt
 
 from hwkv_llamacpp import ModelGeometry
 from hwkv_llamacpp.baselines import handmade
-from hwkv_llamacpp.runtime import native
-from hwkv_llamacpp.gguf import testmodels
 from hwkv_llamacpp.cli.demo import diary
-from hwkv_llamacpp.gguf.embed import embed
 from hwkv_llamacpp.errors import HwkvError
+from hwkv_llamacpp.gguf import testmodels
+from hwkv_llamacpp.gguf.embed import embed
+from hwkv_llamacpp.runtime import native
 from hwkv_llamacpp.runtime.server import LlamaServer, ServerOptions
 
 MINI_HYBRID = Path(__file__).parent / "data" / "mini-hybrid-f16.gguf"
@@ -36,15 +36,19 @@ class Case:
     """A model and a policy with several windows, all far shorter than the prompts, so that the rings turn over many times."""
 
     name: str
-    rows: tuple       # windows per configurable layer, repeated
+    rows: tuple  # windows per configurable layer, repeated
     n_prompt: int
     n_sink: int = 0
 
     @functools.cached_property
     def model(self):
         # F32 weights and F32 K/V: the least noise, so a small fault shows
-        return {"smollm2": lambda: f32_copy(testmodels.smollm2()), "gemma3": lambda: f32_copy(testmodels.gemma3()),
-                "mini-hybrid": lambda: MINI_HYBRID, "mini-hybrid, 4 sinks": lambda: MINI_HYBRID}[self.name]()
+        return {
+            "smollm2": lambda: f32_copy(testmodels.smollm2()),
+            "gemma3": lambda: f32_copy(testmodels.gemma3()),
+            "mini-hybrid": lambda: MINI_HYBRID,
+            "mini-hybrid, 4 sinks": lambda: MINI_HYBRID,
+        }[self.name]()
 
     @functools.cached_property
     def text(self):
@@ -55,16 +59,21 @@ class Case:
     def policy(self):
         geometry = ModelGeometry.from_gguf(self.model)
         layers = [layer.layer for layer in geometry.configurable]
-        policy = handmade.pattern(geometry, by_layer={il: list(self.rows[i % len(self.rows)]) for i, il in enumerate(layers)})
+        policy = handmade.pattern(
+            geometry, by_layer={il: list(self.rows[i % len(self.rows)]) for i, il in enumerate(layers)}
+        )
         return dataclasses.replace(policy, n_sink=self.n_sink)
 
 
-CASES = {case.name: case for case in (
-    Case("smollm2", ((None, 64, 100), (130, 64, 64), (64, 100, 64)), 700),
-    Case("gemma3", ((64,), (None,), (200,)), 1100),
-    Case("mini-hybrid", ((64, None, 200, 64), (100, 64, None, 64)), 1100),
-    Case("mini-hybrid, 4 sinks", ((64, 200, 64, 64), (100, None, 64, 64)), 1100, n_sink=4),
-)}
+CASES = {
+    case.name: case
+    for case in (
+        Case("smollm2", ((None, 64, 100), (130, 64, 64), (64, 100, 64)), 700),
+        Case("gemma3", ((64,), (None,), (200,)), 1100),
+        Case("mini-hybrid", ((64, None, 200, 64), (100, 64, None, 64)), 1100),
+        Case("mini-hybrid, 4 sinks", ((64, 200, 64, 64), (100, None, 64, 64)), 1100, n_sink=4),
+    )
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -94,10 +103,20 @@ def smollm2_options(tmp_path):
 def server_options(case, folder, **changes):
     path = folder / "policy.json"
     case.policy().save(path)
-    base = ServerOptions(model=case.model, policy=path, n_ctx=2048, n_batch=N_UBATCH, n_ubatch=N_UBATCH, n_parallel=1, n_threads=2,
-                         flash_attn="on", type_k="f32", type_v="f32",
-                         # threads that sleep instead of spinning: a busy machine slows the tests, but does not stall them
-                         environment={"OMP_WAIT_POLICY": "passive"})
+    base = ServerOptions(
+        model=case.model,
+        policy=path,
+        n_ctx=2048,
+        n_batch=N_UBATCH,
+        n_ubatch=N_UBATCH,
+        n_parallel=1,
+        n_threads=2,
+        flash_attn="on",
+        type_k="f32",
+        type_v="f32",
+        # threads that sleep instead of spinning: a busy machine slows the tests, but does not stall them
+        environment={"OMP_WAIT_POLICY": "passive"},
+    )
     return dataclasses.replace(base, **changes)
 
 
@@ -130,7 +149,7 @@ def chat(server, case):
     """[(what, prompt, answer)]: what a client may do to its prompt, asked of one server in this order."""
     tokens = list(tokens_of(case.name))
     n, early = case.n_prompt, case.n_prompt // 5
-    base, short = tokens[:n], tokens[:n * 3 // 5]
+    base, short = tokens[:n], tokens[: n * 3 // 5]
     done = [("first prompt", base, ask(server, base))]
 
     def turn(what, prompt):
@@ -139,14 +158,14 @@ def chat(server, case):
     def append(what, new):
         turn(what, done[-1][1] + done[-1][2].tokens + new)
 
-    append("continue", tokens[n:n + 60])
-    append("continue again", tokens[n + 60:n + 150])
+    append("continue", tokens[n : n + 60])
+    append("continue again", tokens[n + 60 : n + 150])
     turn("regenerate", done[-1][1])
-    turn("other last message", base + tokens[n + 100:n + 180])
-    turn("edit an early message", base[:early] + tokens[n + 200:n + 230] + base[early:])
+    turn("other last message", base + tokens[n + 100 : n + 180])
+    turn("edit an early message", base[:early] + tokens[n + 200 : n + 230] + base[early:])
     turn("shorten", short)
-    append("continue the shortened", tokens[n + 30:n + 90])
-    turn("another chat", tokens[20:20 + n // 2])
+    append("continue the shortened", tokens[n + 30 : n + 90])
+    turn("another chat", tokens[20 : 20 + n // 2])
     turn("back to the first", base)
     return done
 
@@ -163,14 +182,19 @@ def batch_noise(name, folder):
         turns = chat(server, case)[1:6]
     noise = max(difference(answer, fresh(unpatched(options), prompt))[0] for _, prompt, answer in turns)
     masked_noise = max(prompt_noise(options, prompt) for _, prompt, _ in turns[:4])
-    print(f"noise of batch splits, {name}: {noise:.4f} in the unpatched build, {masked_noise:.4f} under the policy's masks")
+    print(
+        f"noise of batch splits, {name}: {noise:.4f} in the unpatched build, {masked_noise:.4f} under the policy's masks"
+    )
     return max(noise, masked_noise)
 
 
 def prompt_noise(options, prompt):
     """How far apart fresh answers to one prompt are for several batch splits, under the same masks with rings as long as the context."""
     masked = dataclasses.replace(options, environment={**options.environment, "LLAMA_HWKV_FULL_RING": "1"})
-    return max(difference(fresh(dataclasses.replace(masked, n_batch=n, n_ubatch=n), prompt), fresh(masked, prompt))[0] for n in (32, 96))
+    return max(
+        difference(fresh(dataclasses.replace(masked, n_batch=n, n_ubatch=n), prompt), fresh(masked, prompt))[0]
+        for n in (32, 96)
+    )
 
 
 def assert_like_fresh(options, answer, prompt, noise, what):
@@ -210,14 +234,17 @@ def test_policy_off_is_the_unpatched_build(case, options):
 def test_a_policy_changes_the_answer(smollm2_options):
     """Otherwise the comparisons above would compare nothing."""
     prompt = list(tokens_of("smollm2"))[:700]
-    assert difference(fresh(smollm2_options, prompt), fresh(dataclasses.replace(smollm2_options, policy="off"), prompt))[0] > 0.1
+    assert (
+        difference(fresh(smollm2_options, prompt), fresh(dataclasses.replace(smollm2_options, policy="off"), prompt))[0]
+        > 0.1
+    )
 
 
 @pytest.mark.parametrize("n_slots", [2, 4])
 @pytest.mark.parametrize("unified", [True, False], ids=["unified", "split"])
 def test_parallel_slots(case, options, noise, n_slots, unified):
     tokens = list(tokens_of(case.name))
-    prompts = [tokens[i * 37:i * 37 + 400 + 50 * i] for i in range(n_slots)]
+    prompts = [tokens[i * 37 : i * 37 + 400 + 50 * i] for i in range(n_slots)]
     n_ctx = 1024 * n_slots  # unified KV shares it, split KV gives each slot its part
     several = dataclasses.replace(options, n_parallel=n_slots, kv_unified=unified, n_ctx=n_ctx)
     with LlamaServer(several) as server, ThreadPoolExecutor(n_slots) as pool:
@@ -228,7 +255,9 @@ def test_parallel_slots(case, options, noise, n_slots, unified):
     for slot in range(n_slots):
         assert_like_fresh(options, first[slot], prompts[slot], noise, f"slot {slot}")
         assert_like_fresh(options, second[slot], longer[slot], noise, f"slot {slot} continued")
-        if not unified:  # with unified KV the server moves idle slots to its prompt cache, and upstream loses some models there
+        if (
+            not unified
+        ):  # with unified KV the server moves idle slots to its prompt cache, and upstream loses some models there
             assert second[slot].n_read <= 50 + 8
 
 
@@ -237,8 +266,11 @@ def test_parallel_slots(case, options, noise, n_slots, unified):
 def test_slots_that_share_a_prefix(case, options, noise, unified):
     """Four slots with one prefix, sink tokens included; then one edits its prompt among them, and one just beyond."""
     tokens = list(tokens_of(case.name))
-    prompts = [tokens[:400] + tokens[500 + 70 * i:550 + 80 * i] for i in range(4)]
-    edited = {1: prompts[1][:2] + tokens[900:910] + prompts[1][2:], 2: prompts[2][:6] + tokens[930:940] + prompts[2][6:]}
+    prompts = [tokens[:400] + tokens[500 + 70 * i : 550 + 80 * i] for i in range(4)]
+    edited = {
+        1: prompts[1][:2] + tokens[900:910] + prompts[1][2:],
+        2: prompts[2][:6] + tokens[930:940] + prompts[2][6:],
+    }
     several = dataclasses.replace(options, n_parallel=4, kv_unified=unified, n_ctx=4096)
     with LlamaServer(several) as server, ThreadPoolExecutor(4) as pool:
         first = list(pool.map(lambda slot: ask(server, prompts[slot], id_slot=slot), range(4)))
@@ -258,8 +290,18 @@ def test_several_completions_of_one_prompt(case, options, noise, n, unified):
     prompt = list(tokens_of(case.name))[:600]
     several = dataclasses.replace(options, n_parallel=n, kv_unified=unified, n_ctx=1024 * n)
     with LlamaServer(several) as server:
-        replies = server.post("/completion", {"prompt": prompt, "n_cmpl": n, "n_predict": 6, "temperature": 0, "n_probs": 5,
-                                              "return_tokens": True, "ignore_eos": True})
+        replies = server.post(
+            "/completion",
+            {
+                "prompt": prompt,
+                "n_cmpl": n,
+                "n_predict": 6,
+                "temperature": 0,
+                "n_probs": 5,
+                "return_tokens": True,
+                "ignore_eos": True,
+            },
+        )
         assert not NO_SLOT.search(server.log())
     assert len(replies) == n
     for reply in replies:
@@ -268,18 +310,20 @@ def test_several_completions_of_one_prompt(case, options, noise, n, unified):
 
 def test_slot_saved_and_restored_after_a_restart(case, options, noise, tmp_path):
     tokens = list(tokens_of(case.name))
-    prompt = tokens[:case.n_prompt]
+    prompt = tokens[: case.n_prompt]
     options = dataclasses.replace(options, slot_save_path=f"{tmp_path}/")
     with LlamaServer(options) as server:
         answer_before = ask(server, prompt)
         saved = server.post("/slots/0?action=save", {"filename": "chat.bin"})
         assert saved["n_saved"] >= len(prompt)
-    longer = prompt + answer_before.tokens + tokens[case.n_prompt:case.n_prompt + 40]
+    longer = prompt + answer_before.tokens + tokens[case.n_prompt : case.n_prompt + 40]
     with LlamaServer(options) as server:
         assert server.post("/slots/0?action=restore", {"filename": "chat.bin"})["n_restored"] == saved["n_saved"]
         answer = ask(server, longer, id_slot=0)
     assert_like_fresh(options, answer, longer, noise, "restored slot")
-    assert answer.n_read <= 40 + 8, f"{answer.n_read} of {len(longer)} tokens read after a restore that reported success"
+    assert answer.n_read <= 40 + 8, (
+        f"{answer.n_read} of {len(longer)} tokens read after a restore that reported success"
+    )
 
 
 @pytest.mark.parametrize("other", ["another policy", "off"])
@@ -316,7 +360,7 @@ def test_tokens_read_per_turn_do_not_grow_with_the_batch(name, tmp_path):
             for turn in range(6):
                 answer = ask(server, prompt)
                 read[n_batch].append(answer.n_read)
-                prompt = prompt + answer.tokens + tokens[600 + 40 * turn:640 + 40 * turn]
+                prompt = prompt + answer.tokens + tokens[600 + 40 * turn : 640 + 40 * turn]
     print(f"{name}: tokens read per turn of 40 new tokens, by -b: {read}")
     assert all(n <= 40 + 8 for turns in read.values() for n in turns[1:]), read
 
@@ -327,8 +371,16 @@ def test_context_shift_is_off_under_a_policy(smollm2_options):
     with LlamaServer(options) as server:
         assert "KV cache shifting is not supported for this context" in server.log()
         for cache_prompt in (True, False):
-            reply = server.post("/completion", {"prompt": prompt, "n_predict": 400, "temperature": 0, "ignore_eos": True,
-                                                "cache_prompt": cache_prompt})
+            reply = server.post(
+                "/completion",
+                {
+                    "prompt": prompt,
+                    "n_predict": 400,
+                    "temperature": 0,
+                    "ignore_eos": True,
+                    "cache_prompt": cache_prompt,
+                },
+            )
             assert reply["stop_type"] == "limit"
             assert 100 <= reply["tokens_predicted"] <= 1024 - 900
         assert ask(server, prompt[:200]).tokens
@@ -339,12 +391,20 @@ def test_needles_are_found_by_the_head_that_stays_full(tmp_path):
     geometry = ModelGeometry.from_gguf(MINI_HYBRID)
     prompts = [needle_prompt(seed, 1500, 900) for seed in range(12)]
     found = {}
-    for name, policy in (("head 7.1 full", handmade.uniform(geometry, 64, [(7, 1)])), ("all windowed", handmade.uniform(geometry, 64))):
+    for name, policy in (
+        ("head 7.1 full", handmade.uniform(geometry, 64, [(7, 1)])),
+        ("all windowed", handmade.uniform(geometry, 64)),
+    ):
         policy.save(tmp_path / "policy.json")
-        options = ServerOptions(model=MINI_HYBRID, policy=tmp_path / "policy.json", n_ctx=2048, n_ubatch=128, n_parallel=1, flash_attn="on")
+        options = ServerOptions(
+            model=MINI_HYBRID, policy=tmp_path / "policy.json", n_ctx=2048, n_ubatch=128, n_parallel=1, flash_attn="on"
+        )
         with LlamaServer(options) as server:
-            found[name] = sum(server.post("/completion", {"prompt": prompt, "n_predict": 3, "temperature": 0})["content"].strip() == answer
-                              for prompt, answer in prompts)
+            found[name] = sum(
+                server.post("/completion", {"prompt": prompt, "n_predict": 3, "temperature": 0})["content"].strip()
+                == answer
+                for prompt, answer in prompts
+            )
     print(f"needles found of {len(prompts)}: {found}")
     assert found["head 7.1 full"] >= 10
     assert found["all windowed"] <= 3
@@ -359,11 +419,14 @@ def test_router_gives_each_model_its_policy(tmp_path):
     model = tmp_path / "embedded.gguf"
     embed(MINI_HYBRID, handmade.uniform(geometry, 128), model)
     presets = tmp_path / "models.ini"
-    presets.write_text(f"version = 1\n[*]\nc = 2048\nub = 128\nnp = 1\nhwkv-policy = embedded\n"
-                       f"[own]\nmodel = {model}\n[file]\nmodel = {model}\nhwkv-policy = {policy}\n"
-                       f"[env]\nmodel = {model}\nLLAMA_ARG_HWKV_POLICY = off\n[bad]\nmodel = {model}\nhwkv-policy = {tmp_path}/missing.json\n")
+    presets.write_text(
+        f"version = 1\n[*]\nc = 2048\nub = 128\nnp = 1\nhwkv-policy = embedded\n"
+        f"[own]\nmodel = {model}\n[file]\nmodel = {model}\nhwkv-policy = {policy}\n"
+        f"[env]\nmodel = {model}\nLLAMA_ARG_HWKV_POLICY = off\n[bad]\nmodel = {model}\nhwkv-policy = {tmp_path}/missing.json\n"
+    )
     options = ServerOptions(model=None, fit=None, extra=("--models-preset", str(presets)))
     with LlamaServer(options) as server:
+
         def hwkv(name):
             server.post("/completion", {"model": name, "prompt": "the", "n_predict": 1})
             return server.get(f"/props?model={name}")["hwkv"]
@@ -382,8 +445,15 @@ def test_props_report_what_is_allocated(options, case):
 
     with LlamaServer(options) as server:
         hwkv = server.props()["hwkv"]
-    predicted = predict(ModelGeometry.from_gguf(case.model), case.policy(), options.n_ctx, n_batch=options.n_batch, n_ubatch=options.n_ubatch,
-                        type_k=options.type_k, type_v=options.type_v)
+    predicted = predict(
+        ModelGeometry.from_gguf(case.model),
+        case.policy(),
+        options.n_ctx,
+        n_batch=options.n_batch,
+        n_ubatch=options.n_ubatch,
+        type_k=options.type_k,
+        type_v=options.type_v,
+    )
     assert hwkv["kv_bytes"] == predicted.kv_bytes
     assert hwkv["full_kv_bytes"] == predicted.full_kv_bytes
     assert hwkv["fingerprint"] == case.policy().fingerprint(ModelGeometry.from_gguf(case.model).n_layer)
@@ -407,7 +477,9 @@ def test_draft_model_with_a_policy_of_its_own(smollm2_options, tmp_path, target,
     policy, carrier = CASES["smollm2"].policy(), tmp_path / "draft.gguf"
     embed(testmodels.smollm2(), policy, carrier)
     options = smollm2_options if target == "windows" else dataclasses.replace(smollm2_options, policy="off")
-    drafting = dataclasses.replace(options, extra=(*options.extra, "-md", str(carrier), "--spec-type", "draft-simple", "--spec-draft-n-max", "8"))
+    drafting = dataclasses.replace(
+        options, extra=(*options.extra, "-md", str(carrier), "--spec-type", "draft-simple", "--spec-draft-n-max", "8")
+    )
     tokens = list(tokens_of("smollm2"))
     prompts = [tokens[:520], tokens[:200] + tokens[300:420], tokens[:600], tokens[:90]]
     with LlamaServer(drafting) as server:
@@ -416,11 +488,21 @@ def test_draft_model_with_a_policy_of_its_own(smollm2_options, tmp_path, target,
     assert [len(answer.tokens) for answer in answers] == [12] * len(prompts)
 
 
-@pytest.mark.parametrize("n_parallel, n_ubatch, words, n_max", [(1, 64, (), 63), (1, 512, (), 511), (4, 512, (), 63), (4, 512, ("-kvu",), 64)])
+@pytest.mark.parametrize(
+    "n_parallel, n_ubatch, words, n_max",
+    [(1, 64, (), 63), (1, 512, (), 511), (4, 512, (), 63), (4, 512, ("-kvu",), 64)],
+)
 def test_a_draft_longer_than_can_be_taken_back_is_refused(smollm2_options, n_parallel, n_ubatch, words, n_max):
     def server(n):
-        return LlamaServer(dataclasses.replace(smollm2_options, n_parallel=n_parallel, n_batch=512, n_ubatch=n_ubatch,
-                                               extra=("--spec-type", "ngram-mod", "--spec-ngram-mod-n-max", str(n), *words)))
+        return LlamaServer(
+            dataclasses.replace(
+                smollm2_options,
+                n_parallel=n_parallel,
+                n_batch=512,
+                n_ubatch=n_ubatch,
+                extra=("--spec-type", "ngram-mod", "--spec-ngram-mod-n-max", str(n), *words),
+            )
+        )
 
     with server(n_max) as served:
         assert served.props()["hwkv"]["active"]
@@ -434,8 +516,15 @@ def test_a_second_interrupt_ends_it_at_once(mini_hybrid, tmp_path):
     """Whatever the first one interrupted, a thread that holds the log's lock among others."""
     for pause in np.linspace(1e-4, 1e-3, 12):
         server = LlamaServer(ServerOptions(model=mini_hybrid, n_ctx=2048, n_threads=1, extra=("-v",)), tmp_path / "log")
-        with server, requests.post(f"{server.url}/completion", json={"prompt": "One day", "n_predict": 1900, "ignore_eos": True, "stream": True},
-                                   stream=True, timeout=60) as reply:
+        with (
+            server,
+            requests.post(
+                f"{server.url}/completion",
+                json={"prompt": "One day", "n_predict": 1900, "ignore_eos": True, "stream": True},
+                stream=True,
+                timeout=60,
+            ) as reply,
+        ):
             next(reply.iter_lines())
             for _ in range(2):
                 server.process.send_signal(signal.SIGINT)
@@ -444,6 +533,7 @@ def test_a_second_interrupt_ends_it_at_once(mini_hybrid, tmp_path):
 
 
 # ---- LlamaServer itself ----------------------------------------------------------------------------------------------
+
 
 def test_a_server_that_cannot_start_says_why(tmp_path):
     broken = tmp_path / "broken.gguf"
@@ -475,4 +565,15 @@ def test_a_killed_server_is_told_from_a_refused_request(tmp_path):
 
 def test_options_become_flags():
     options = ServerOptions(model="m.gguf", n_ctx=512, kv_unified=False, policy="off", extra=("--verbose",))
-    assert options.arguments() == ["-m", "m.gguf", "--hwkv-policy", "off", "-c", "512", "--no-kv-unified", "-fit", "off", "--verbose"]
+    assert options.arguments() == [
+        "-m",
+        "m.gguf",
+        "--hwkv-policy",
+        "off",
+        "-c",
+        "512",
+        "--no-kv-unified",
+        "-fit",
+        "off",
+        "--verbose",
+    ]

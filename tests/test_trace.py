@@ -9,8 +9,8 @@ import pytest
 from minilang import needle_prompt
 
 from hwkv_llamacpp import HwkvError
-from hwkv_llamacpp.runtime import native
 from hwkv_llamacpp.calibration import trace
+from hwkv_llamacpp.runtime import native
 
 try:
     native.library()
@@ -37,10 +37,13 @@ def text_of(model, tokens):
 
 # the default
 
+
 def test_default_is_three_kinds_and_as_many_held_out(model):
     made = trace.default(model, 3000)
     assert [len(s) for s in (*made.sequences, *made.held_out)] == [3000] * 6
-    assert all(s.dtype == np.int32 and (0 <= s).all() and (s < model.n_vocab).all() for s in (*made.sequences, *made.held_out))
+    assert all(
+        s.dtype == np.int32 and (0 <= s).all() and (s < model.n_vocab).all() for s in (*made.sequences, *made.held_out)
+    )
     assert made.source == {"text": "default", "seed": 0}
     assert len({s.tobytes() for s in (*made.sequences, *made.held_out)}) == 6
 
@@ -49,7 +52,10 @@ def test_default_is_three_kinds_and_as_many_held_out(model):
 def test_held_out_documents_are_not_calibrated_on(model, seed):
     """No paragraph of a held-out sequence is in a trace."""
     made = trace.default(model, 4096, seed)
-    traced, held_out = ({p for s in sequences for p in text_of(model, s).split("\n") if len(p) > 80} for sequences in (made.sequences, made.held_out))
+    traced, held_out = (
+        {p for s in sequences for p in text_of(model, s).split("\n") if len(p) > 80}
+        for sequences in (made.sequences, made.held_out)
+    )
     assert min(len(traced), len(held_out)) > 50
     assert not traced & held_out
 
@@ -64,7 +70,10 @@ def test_lengths(model):
     """Every length gives sequences of that length, up to what the shipped texts hold."""
     for n in (2, 3, 64, 1001, 16384):
         assert {len(s) for s in trace.default(model, n).sequences} == {n}
-    with pytest.raises(HwkvError, match="the default trace has [0-9]+ tokens in this model's vocabulary, 1000000 are asked for: give text"):
+    with pytest.raises(
+        HwkvError,
+        match="the default trace has [0-9]+ tokens in this model's vocabulary, 1000000 are asked for: give text",
+    ):
         trace.default(model, 1_000_000)
 
 
@@ -73,13 +82,17 @@ def test_retrieval_asks_for_what_it_stated_before(model):
     for sequence in (trace.default(model, 4096).sequences[2], trace.default(model, 4096, seed=5).held_out[2]):
         text = text_of(model, sequence)
         stated = {m[1]: (m[2], m.start()) for m in re.finditer(r"the number of ([^\n]*) is (\d{5})\.", text)}
-        asked = [(m[1], m[2], m.start()) for m in re.finditer(r"Question: what is the number of ([^\n?]*)\? Answer: (\d{5})\.", text)]
+        asked = [
+            (m[1], m[2], m.start())
+            for m in re.finditer(r"Question: what is the number of ([^\n?]*)\? Answer: (\d{5})\.", text)
+        ]
         assert len(stated) > 5 and len(asked) > 10
         assert all(stated[what][0] == answer and stated[what][1] < at for what, answer, at in asked)
         assert max(at for _, at in stated.values()) < min(at for _, _, at in asked)
 
 
 # files
+
 
 @pytest.fixture
 def book(tmp_path):
@@ -92,7 +105,9 @@ def test_from_files_holds_out_the_end(model, book):
     tokens = model.tokenize(book.read_text())
     made = trace.from_files(model, [book], 600)
     assert [len(s) for s in made.sequences] == [600] * 3 and [len(s) for s in made.held_out] == [600]
-    assert (np.concatenate(made.sequences) == tokens[:1800]).all() and (made.held_out[0] == tokens[-600:]).all()  # this model has no start token
+    assert (np.concatenate(made.sequences) == tokens[:1800]).all() and (
+        made.held_out[0] == tokens[-600:]
+    ).all()  # this model has no start token
     assert made.source == {"text": ["book.txt"], "held_out": "end of text"}
 
 
@@ -142,13 +157,19 @@ def test_hash_is_of_lengths_and_tokens():
 
 # queries
 
+
 def test_sampled_positions():
     made = trace.Trace((np.zeros(1001, np.int32), np.zeros(1001, np.int32)), (), {})
     positions = trace.sample_positions(made.sequences, 64, seed=1)
     for at in positions:
         assert len(at) == 64 == len(set(at)) and (np.diff(at) > 0).all() and 500 <= at[0] and at[-1] < 1001
     assert (positions[0] != positions[1]).any()
-    again, other = trace.sample_positions(made.sequences, 64, seed=1), trace.sample_positions(made.sequences, 64, seed=2)
+    again, other = (
+        trace.sample_positions(made.sequences, 64, seed=1),
+        trace.sample_positions(made.sequences, 64, seed=2),
+    )
     assert all((a == b).all() for a, b in zip(positions, again)) and (positions[0] != other[0]).any()
     # more than there are: all of the second half
-    assert [at.tolist() for at in trace.sample_positions(made.sequences, 10_000, seed=1)] == [list(range(500, 1001))] * 2
+    assert [at.tolist() for at in trace.sample_positions(made.sequences, 10_000, seed=1)] == [
+        list(range(500, 1001))
+    ] * 2

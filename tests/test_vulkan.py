@@ -16,8 +16,8 @@ from answers import ask, difference, limit
 from minilang import needle_prompt
 
 from hwkv_llamacpp import ModelGeometry
-from hwkv_llamacpp.plan import dry_run
 from hwkv_llamacpp.baselines import handmade
+from hwkv_llamacpp.plan import dry_run
 from hwkv_llamacpp.runtime import native
 from hwkv_llamacpp.runtime.server import LlamaServer, ServerOptions
 
@@ -36,15 +36,28 @@ def vulkan():
     if not program.exists():
         pytest.skip(f"{program} is missing: run ./build.sh --vulkan")
     # by its number, or llama.cpp leaves out what is no GPU
-    env = {"HWKV_BUILD": str(BUILD), "HWKV_TEST_GPU_LAYERS": "99", "GGML_VK_VISIBLE_DEVICES": os.environ.get("GGML_VK_VISIBLE_DEVICES", "0")}
-    listed = subprocess.run([program, "--list-devices"], text=True, capture_output=True, timeout=60, env={**os.environ, **env})
+    env = {
+        "HWKV_BUILD": str(BUILD),
+        "HWKV_TEST_GPU_LAYERS": "99",
+        "GGML_VK_VISIBLE_DEVICES": os.environ.get("GGML_VK_VISIBLE_DEVICES", "0"),
+    }
+    listed = subprocess.run(
+        [program, "--list-devices"], text=True, capture_output=True, timeout=60, env={**os.environ, **env}
+    )
     if "Vulkan0" not in listed.stdout:
         pytest.skip("no Vulkan device is found (Debian's mesa-vulkan-drivers brings one in software)")
     return env
 
 
 def run(*words, env, timeout_s=3000):
-    done = subprocess.run([str(word) for word in words], text=True, capture_output=True, timeout=timeout_s, env={**os.environ, **env}, cwd=native.ROOT)
+    done = subprocess.run(
+        [str(word) for word in words],
+        text=True,
+        capture_output=True,
+        timeout=timeout_s,
+        env={**os.environ, **env},
+        cwd=native.ROOT,
+    )
     print(done.stdout)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
@@ -66,9 +79,22 @@ def test_logits_states_and_layerwise(vulkan):
 def options(mini_hybrid, tmp_path):
     """A server of the mini hybrid under a policy of four windows."""
     path = tmp_path / "policy.json"
-    handmade.pattern(ModelGeometry.from_gguf(mini_hybrid), by_layer={3: [64, None, 200, 64], 7: [100, 64, None, 64]}).save(path)
-    return ServerOptions(model=mini_hybrid, policy=path, n_ctx=1024, n_batch=64, n_ubatch=64, n_parallel=1, n_threads=1, n_gpu_layers=99, flash_attn="on",
-                         extra=("-lv", "4"), environment={"OMP_WAIT_POLICY": "passive"})
+    handmade.pattern(
+        ModelGeometry.from_gguf(mini_hybrid), by_layer={3: [64, None, 200, 64], 7: [100, 64, None, 64]}
+    ).save(path)
+    return ServerOptions(
+        model=mini_hybrid,
+        policy=path,
+        n_ctx=1024,
+        n_batch=64,
+        n_ubatch=64,
+        n_parallel=1,
+        n_threads=1,
+        n_gpu_layers=99,
+        flash_attn="on",
+        extra=("-lv", "4"),
+        environment={"OMP_WAIT_POLICY": "passive"},
+    )
 
 
 def test_a_server_plans_allocates_answers_saves_and_restores(vulkan, options, tmp_path, monkeypatch):
@@ -101,10 +127,30 @@ def test_a_server_plans_allocates_answers_saves_and_restores(vulkan, options, tm
         assert server.post("/slots/0?action=restore", {"filename": "chat.bin"})["n_restored"] == saved["n_saved"]
         restored = ask(server, more, id_slot=0)
         largest, parted_at, _ = difference(restored, ask(server, more, cache_prompt=False))
-    print(f"restored: read {restored.n_read} tokens; log-probabilities differ by {largest:.1e} from those of a prompt read anew")
+    print(
+        f"restored: read {restored.n_read} tokens; log-probabilities differ by {largest:.1e} from those of a prompt read anew"
+    )
     assert restored.n_read <= 8 and parted_at is None and largest <= limit(noise)
 
-    plan = json.loads(run(*HWKV, "plan", options.model, "--policy", options.policy, "-c", 1024, "-b", 64, "-ub", 64, "-ngl", 99, "--json", env=vulkan))
+    plan = json.loads(
+        run(
+            *HWKV,
+            "plan",
+            options.model,
+            "--policy",
+            options.policy,
+            "-c",
+            1024,
+            "-b",
+            64,
+            "-ub",
+            64,
+            "-ngl",
+            99,
+            "--json",
+            env=vulkan,
+        )
+    )
     devices = plan["plans"]["policy"]["devices"]
     assert devices["Vulkan0"]["KV"] == here["kv_bytes"] and "KV" not in devices["host"]
     assert devices["Vulkan0"]["recurrent"] == found["recurrent"]
@@ -128,13 +174,42 @@ def test_calibration(vulkan, mini_hybrid, tmp_path):
     compute buffer, because it has kept the old one bound, whose memory is gone.
     """
     text = tmp_path / "needles.txt"
-    text.write_text("".join(f"{prompt} {value}." for prompt, value in (needle_prompt(seed, 300, 200) for seed in range(3))))
+    text.write_text(
+        "".join(f"{prompt} {value}." for prompt, value in (needle_prompt(seed, 300, 200) for seed in range(3)))
+    )
     found = {}
     for name, env, n_gpu_layers in (("cpu", {}, 0), ("device", vulkan, 99)):
         policy = tmp_path / f"{name}.json"
-        run(*HWKV, "calibrate", mini_hybrid, "-o", policy, "--text", text, "--trace-tokens", 400, "--windows", "8,16,32,64,128,200",
-            "--taus", "0.995", "--queries", 64, "-ub", 512, "-t", 1, "-ngl", n_gpu_layers, "-c", 4096, env=env)
-        found[name] = [np.array(json.loads(path.read_text())["scores"]["mean"]) for path in sorted(policy.with_suffix(".calib").glob("layers/*.json"))]
+        run(
+            *HWKV,
+            "calibrate",
+            mini_hybrid,
+            "-o",
+            policy,
+            "--text",
+            text,
+            "--trace-tokens",
+            400,
+            "--windows",
+            "8,16,32,64,128,200",
+            "--taus",
+            "0.995",
+            "--queries",
+            64,
+            "-ub",
+            512,
+            "-t",
+            1,
+            "-ngl",
+            n_gpu_layers,
+            "-c",
+            4096,
+            env=env,
+        )
+        found[name] = [
+            np.array(json.loads(path.read_text())["scores"]["mean"])
+            for path in sorted(policy.with_suffix(".calib").glob("layers/*.json"))
+        ]
     largest = [float(np.abs(a - b).max()) for a, b in zip(found["device"], found["cpu"], strict=True)]
     print(f"largest difference of a score, by layer: {', '.join(f'{x:.1e}' for x in largest)}")
     assert len(largest) == 2 and max(largest) <= 1e-3

@@ -8,6 +8,7 @@ MAX = 2**31 - 1  # llama.cpp counts tokens and threads in 32 bits
 
 def whole(low, what="a number", high=MAX):
     """A parser of whole numbers from low to high."""
+
     def parse(text):
         if not (text.isascii() and text.isdigit() and len(text) <= 20 and low <= int(text) <= high):
             raise error(text, f"{what} from {low} to {high}")

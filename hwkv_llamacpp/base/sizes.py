@@ -3,25 +3,35 @@
 import argparse
 import re
 
-UNITS = {name + suffix: base**power for power, name in enumerate("KMGT", 1) for suffix, base in (("iB", 1024), ("B", 1000))}
+UNITS = {
+    name + suffix: base**power for power, name in enumerate("KMGT", 1) for suffix, base in (("iB", 1024), ("B", 1000))
+}
 LEAST_BARE = 2**20  # bytes; fewer without a unit were meant as something else
 
 
 def parse(text):
     """Bytes of "24GiB", "24G" (both 24 * 1024^3), "1.5 GB" (1000^3) or a plain number of bytes; for argparse."""
-    match = re.fullmatch(r"\s*([0-9]{1,20}(?:\.[0-9]{1,9})?)\s*(?:([KMGT])(i?B)?|B)?\s*", text, re.ASCII | re.IGNORECASE)
+    match = re.fullmatch(
+        r"\s*([0-9]{1,20}(?:\.[0-9]{1,9})?)\s*(?:([KMGT])(i?B)?|B)?\s*", text, re.ASCII | re.IGNORECASE
+    )
     if not match:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a size such as 24GiB, 24GB or 300MiB")
     number, letter, suffix = match.groups()
     unit = UNITS[letter.upper() + ("B" if suffix in ("B", "b") else "iB")] if letter else 1
     n_bytes = int(float(number) * unit)
     if n_bytes < (1 if letter else LEAST_BARE):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is {n_bytes} bytes: a size with its unit expected, such as 24GiB, 24GB or 300MiB")
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]!r} is {n_bytes} bytes: a size with its unit expected, such as 24GiB, 24GB or 300MiB"
+        )
     return n_bytes
 
 
 def show(n_bytes):
     """The shortest exact text that parses to it: "24 GiB" stays so, and so do "24 GB" and "1.5 GiB"."""
-    texts = [f"{n_bytes / unit:.3f}".rstrip("0").rstrip(".") + f" {name}" for name, unit in UNITS.items() if unit <= n_bytes < 10_000 * unit]
+    texts = [
+        f"{n_bytes / unit:.3f}".rstrip("0").rstrip(".") + f" {name}"
+        for name, unit in UNITS.items()
+        if unit <= n_bytes < 10_000 * unit
+    ]
     exact = [text for text in reversed(texts) if parse(text) == n_bytes]
     return min(exact, key=len, default=f"{n_bytes:,} bytes")

@@ -13,8 +13,8 @@ from bisect import bisect_left
 from dataclasses import replace
 from pathlib import Path
 
-from ..policy.allocation import allocate
 from ..errors import HwkvError
+from ..policy.allocation import allocate
 from ..policy.policy import FULL, MAX_FILE_BYTES, Policy
 
 
@@ -25,11 +25,15 @@ def uniform(geometry, window, keep_full=(), n_sink=0):
         if il not in rows:
             raise HwkvError(f"layer {il} cannot be kept full: {_why_not(geometry, il)}")
         if head is not None and head >= len(rows[il]):
-            raise HwkvError(f"KV head {head} of layer {il} cannot be kept full: the layer has KV heads 0 to {len(rows[il]) - 1}")
+            raise HwkvError(
+                f"KV head {head} of layer {il} cannot be kept full: the layer has KV heads 0 to {len(rows[il]) - 1}"
+            )
         for i in range(len(rows[il])) if head is None else (head,):
             rows[il][i] = None
     kept = [f"{il}" if head is None else f"{il}:{head}" for il, head in keep_full]
-    return _policy(geometry, rows, {"method": "uniform", "window": window, **({"keep_full": kept} if kept else {})}, n_sink)
+    return _policy(
+        geometry, rows, {"method": "uniform", "window": window, **({"keep_full": kept} if kept else {})}, n_sink
+    )
 
 
 def streaming(geometry, window, n_sink=4):
@@ -77,7 +81,9 @@ def _draw_within(budget, geometry, rows, windows, chance, n_sink):
 
     shortest = Policy(rows, n_sink)
     if not budget.holds(geometry, shortest):
-        raise HwkvError(f"the shortest window, {format_row(windows[:1])}, does not fit: it is {budget.shows(geometry, shortest)}")
+        raise HwkvError(
+            f"the shortest window, {format_row(windows[:1])}, does not fit: it is {budget.shows(geometry, shortest)}"
+        )
     heads = sorted(((row, head, 0) for row in rows.values() for head in range(len(row))), key=lambda _: chance())
     while heads:  # those that may still be raised, and the index of their window
         raised = []
@@ -123,8 +129,11 @@ def pattern(geometry, row=None, by_layer=None):
     rows.update(by_layer)
     _check_lengths(geometry, rows, "pattern")
     shown = {str(il): format_row(r) for il, r in sorted(by_layer.items())}
-    return _policy(geometry, rows, {"method": "pattern", **({"pattern": format_row(row)} if row else {}),
-                                    **({"layers": shown} if shown else {})})
+    return _policy(
+        geometry,
+        rows,
+        {"method": "pattern", **({"pattern": format_row(row)} if row else {}), **({"layers": shown} if shown else {})},
+    )
 
 
 def parse_row(text):

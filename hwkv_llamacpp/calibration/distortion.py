@@ -13,17 +13,19 @@ from ..errors import HwkvError
 class Distortion:
     """Over the evaluated positions of held-out texts, against full KV. Divergences in nats."""
 
-    kl: float         # mean KL(full || policy)
+    kl: float  # mean KL(full || policy)
     kl_stderr: float  # standard error of that mean, positions taken as independent
     kl_p99: float
-    top1: float       # share of positions whose likeliest token is the same
-    nll: float        # mean negative log-likelihood of the text's own next token under the policy
-    nll_full: float   # and with full KV
-    n_tokens: int     # of the texts
+    top1: float  # share of positions whose likeliest token is the same
+    nll: float  # mean negative log-likelihood of the text's own next token under the policy
+    nll_full: float  # and with full KV
+    n_tokens: int  # of the texts
     n_positions: int  # evaluated
 
     def to_dict(self):
-        return {name: float(f"{value:.7g}") if isinstance(value, float) else value for name, value in asdict(self).items()}
+        return {
+            name: float(f"{value:.7g}") if isinstance(value, float) else value for name, value in asdict(self).items()
+        }
 
 
 class DistortionMeter:
@@ -63,8 +65,10 @@ class DistortionMeter:
                     file.write(log_p.tobytes())
                 file.flush()
             except OSError as error:
-                raise HwkvError(f"{tempfile.gettempdir()}: cannot write the distributions with full KV,"
-                                f" {4 * n * self.model.n_vocab:,} bytes: {error.strerror}") from None
+                raise HwkvError(
+                    f"{tempfile.gettempdir()}: cannot write the distributions with full KV,"
+                    f" {4 * n * self.model.n_vocab:,} bytes: {error.strerror}"
+                ) from None
             self._full = np.memmap(file, dtype=np.float32, mode="r", shape=(n, self.model.n_vocab))
         kl, same, nll, nll_full = (np.empty(n) for _ in range(4))
         for rows, log_q in self._distributions(model or self.model, policy):
@@ -73,9 +77,19 @@ class DistortionMeter:
             same[rows] = log_p.argmax(axis=1) == log_q.argmax(axis=1)
             nll[rows], nll_full[rows] = (-log[np.arange(len(log)), self.targets[rows]] for log in (log_q, log_p))
         if not np.isfinite(kl).all():
-            raise HwkvError("the logits on the held-out text hold values that are no numbers: the policy cannot be measured")
-        return Distortion(kl.mean(), kl.std() / np.sqrt(n), np.percentile(kl, 99), same.mean(), nll.mean(), nll_full.mean(),
-                          sum(map(len, self.texts)), n)
+            raise HwkvError(
+                "the logits on the held-out text hold values that are no numbers: the policy cannot be measured"
+            )
+        return Distortion(
+            kl.mean(),
+            kl.std() / np.sqrt(n),
+            np.percentile(kl, 99),
+            same.mean(),
+            nll.mean(),
+            nll_full.mean(),
+            sum(map(len, self.texts)),
+            n,
+        )
 
     def _distributions(self, model, policy):
         """Yields (rows of the evaluated positions, their log-probabilities [n, n_vocab] float32), a ubatch at a time."""

@@ -10,10 +10,10 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from ..runtime import llama_log, native
 from ..errors import HwkvError
-from .replay import replay
+from ..runtime import llama_log, native
 from ..runtime.context import batch
+from .replay import replay
 
 START = END = -1
 
@@ -29,7 +29,12 @@ def bind(lib):
     for name in ("q", "out", "sinks"):
         function = getattr(lib, f"llama_hwkv_layer_{name}")
         function.argtypes, function.restype = [pointer, pointer], ctypes.c_size_t
-    for name, result in (("scale", ctypes.c_float), ("softcap", ctypes.c_float), ("save", i32), ("kept", ctypes.c_size_t)):
+    for name, result in (
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("save", i32),
+        ("kept", ctypes.c_size_t),
+    ):
         function = getattr(lib, f"llama_hwkv_layer_{name}")
         function.argtypes, function.restype = [pointer], result
     for name, result in (("restore", i32), ("drop", None)):
@@ -56,8 +61,14 @@ class Layerwise:
             self._context = model.context("calibrate", max(map(len, traces)), n_seq_max=len(traces), n_batch=n_total)
             self._stack.callback(self._context.close)
             sequences = np.concatenate([np.full(len(t), i) for i, t in enumerate(traces)])
-            self._batch = self._stack.enter_context(batch(np.concatenate(traces), np.concatenate([np.arange(len(t)) for t in traces]),
-                                                          sequences, np.zeros(n_total)))
+            self._batch = self._stack.enter_context(
+                batch(
+                    np.concatenate(traces),
+                    np.concatenate([np.arange(len(t)) for t in traces]),
+                    sequences,
+                    np.zeros(n_total),
+                )
+            )
         except BaseException:
             self._stack.close()
             raise
@@ -84,7 +95,9 @@ class Layerwise:
         with llama_log.texts():
             code = self._lib.llama_hwkv_layer_run(self._ctx, self._batch, layer_from, layer_to, error, len(error))
         if code != 0:
-            raise HwkvError(f"decoding from layer {layer_from} to layer {layer_to} failed: {error.value.decode(errors='replace')}")
+            raise HwkvError(
+                f"decoding from layer {layer_from} to layer {layer_to} failed: {error.value.decode(errors='replace')}"
+            )
 
     def logits(self, layer_from, positions):
         """Computes from the attention of a layer to the end. Logits [n_position, n_vocab] float32 at these positions of each trace, in order."""
@@ -98,7 +111,9 @@ class Layerwise:
             for i in wanted:
                 self._batch.logits[i] = False
         llama_cpp, n_vocab = native.load(), self._context.model.n_vocab
-        return np.array([np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self._ctx, i), (n_vocab,)) for i in wanted])
+        return np.array(
+            [np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self._ctx, i), (n_vocab,)) for i in wanted]
+        )
 
     def set_windows(self, layer, row, n_sink=0):
         """Windows of a layer's KV heads, None for full, for the runs that start at it."""
@@ -125,8 +140,11 @@ class Layerwise:
         """How the layer that the last run ended at weighs Q*K: the arguments scale, softcap and sinks of `replay`; sinks per query head."""
         sinks = np.empty(self._lib.llama_hwkv_layer_sinks(self._ctx, None), dtype=np.float32)
         self._lib.llama_hwkv_layer_sinks(self._ctx, sinks.ctypes.data)
-        return {"scale": self._lib.llama_hwkv_layer_scale(self._ctx), "softcap": self._lib.llama_hwkv_layer_softcap(self._ctx),
-                "sinks": sinks if sinks.size else None}
+        return {
+            "scale": self._lib.llama_hwkv_layer_scale(self._ctx),
+            "softcap": self._lib.llama_hwkv_layer_softcap(self._ctx),
+            "sinks": sinks if sinks.size else None,
+        }
 
     def replay(self, layer, windows, n_sink=0):
         """What the Layer that the last run ended at would attend to under every window and with full history: for each KV head, and inside
@@ -136,8 +154,20 @@ class Layerwise:
         result = []
         for head in range(layer.n_head_kv):
             group = slice(head * n_gqa, (head + 1) * n_gqa)
-            result.append([replay(queries[i][:, group], self.samples[i], *self.keys_values(layer, head, i), windows, n_sink=n_sink,
-                                  sinks=None if sinks is None else sinks[group], **attention) for i in range(len(self.traces))])
+            result.append(
+                [
+                    replay(
+                        queries[i][:, group],
+                        self.samples[i],
+                        *self.keys_values(layer, head, i),
+                        windows,
+                        n_sink=n_sink,
+                        sinks=None if sinks is None else sinks[group],
+                        **attention,
+                    )
+                    for i in range(len(self.traces))
+                ]
+            )
         return result
 
     def save(self):

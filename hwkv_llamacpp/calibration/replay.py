@@ -30,13 +30,18 @@ def replay(q, positions, k, v, windows, *, scale, n_sink=0, softcap=0.0, sinks=N
     Returns [len(windows) + 1, n_query, n_gqa, head_dim_v] in float32; the last one has full history.
     HwkvError where shapes, positions or windows do not fit together.
     """
-    q, k, v, positions = np.asarray(q, np.float64), np.asarray(k, np.float64), np.asarray(v, np.float32), np.asarray(positions)
+    q, k, v, positions = (
+        np.asarray(q, np.float64),
+        np.asarray(k, np.float64),
+        np.asarray(v, np.float32),
+        np.asarray(positions),
+    )
     sinks = None if sinks is None else np.asarray(sinks, np.float64)
     _check(q, positions, k, v, windows, n_sink, sinks, n_block)
     positions = positions.astype(np.int64)  # distances are differences
     out = np.empty((len(windows) + 1, *q.shape[:2], v.shape[1]), np.float32)
     order = np.argsort(positions, kind="stable")
-    for block in (order[i:i + n_block] for i in range(0, len(q), n_block)):
+    for block in (order[i : i + n_block] for i in range(0, len(q), n_block)):
         out[:, block] = _block(q[block], positions[block], k, v, windows, scale, n_sink, softcap, sinks)
     return out
 
@@ -78,11 +83,20 @@ def _block(q, positions, k, v, windows, scale, n_sink, softcap, sinks):
 
 def _check(q, positions, k, v, windows, n_sink, sinks, n_block):
     shapes = f"q {q.shape}, positions {positions.shape}, k {k.shape}, v {v.shape}"
-    if (q.ndim, positions.ndim, k.ndim, v.ndim) != (3, 1, 2, 2) or len(q) != len(positions) or len(k) != len(v) or q.shape[2] != k.shape[1]:
-        raise HwkvError(f"replay has arrays of shapes {shapes}; [n_query, n_gqa, head_dim_k], [n_query],"
-                        " [n_token, head_dim_k] and [n_token, head_dim_v] expected")
+    if (
+        (q.ndim, positions.ndim, k.ndim, v.ndim) != (3, 1, 2, 2)
+        or len(q) != len(positions)
+        or len(k) != len(v)
+        or q.shape[2] != k.shape[1]
+    ):
+        raise HwkvError(
+            f"replay has arrays of shapes {shapes}; [n_query, n_gqa, head_dim_k], [n_query],"
+            " [n_token, head_dim_k] and [n_token, head_dim_v] expected"
+        )
     if sinks is not None and sinks.shape != q.shape[1:2]:
-        raise HwkvError(f"replay has learned sinks of shape {sinks.shape}, ({q.shape[1]},) expected: one per query head")
+        raise HwkvError(
+            f"replay has learned sinks of shape {sinks.shape}, ({q.shape[1]},) expected: one per query head"
+        )
     if positions.dtype.kind not in "iu" or len(positions) and not 0 <= positions.min() <= positions.max() < len(k):
         raise HwkvError(f"replay has a query outside of its {len(k)} keys: positions from 0 to {len(k) - 1} expected")
     if any(w < 1 for w in windows) or any(a >= b for a, b in zip(windows, windows[1:])):

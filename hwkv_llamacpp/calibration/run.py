@@ -9,10 +9,10 @@ import numpy as np
 
 from .. import __version__
 from ..base.atomic import replacing
-from ..policy.budget import Budget
-from .distortion import Distortion, DistortionMeter
 from ..errors import HwkvError
+from ..policy.budget import Budget
 from ..policy.policy import Policy
+from .distortion import Distortion, DistortionMeter
 from .trace import sample_positions
 
 TAUS = (0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
@@ -26,10 +26,10 @@ ELSEWHERE = "remove the folder or name another one with --run"
 class Settings:
     """What a calibration is asked for. windows None: powers of two from 256 to half of the trace, less n_sink."""
 
-    taus: tuple[float, ...] = TAUS   # of SeqCalib
-    sinks: tuple[int, ...] = (0,)    # numbers of first positions that every window sees; each is calibrated by itself
+    taus: tuple[float, ...] = TAUS  # of SeqCalib
+    sinks: tuple[int, ...] = (0,)  # numbers of first positions that every window sees; each is calibrated by itself
     windows: tuple[int, ...] | None = None
-    n_queries: int = 128             # of each trace sequence
+    n_queries: int = 128  # of each trace sequence
     seed: int = 0
     budgets: tuple[Budget, ...] = ()  # of LeastKL
     probe_tokens: int | None = None  # of each trace sequence, to measure sensitivities on; None: all
@@ -50,12 +50,16 @@ class Settings:
         if self.windows is None:
             windows = [2**i - n_sink for i in range(8, 31) if n_sink < 2**i <= n_tokens // 2]
             if not windows:
-                raise HwkvError(f"the trace has {n_tokens} tokens, too few for the default windows: at least"
-                                f" {max(512, 2 ** (n_sink.bit_length() + 1))} expected, or other --windows")
+                raise HwkvError(
+                    f"the trace has {n_tokens} tokens, too few for the default windows: at least"
+                    f" {max(512, 2 ** (n_sink.bit_length() + 1))} expected, or other --windows"
+                )
             return windows
         for w in self.windows:
             if not 1 <= w <= n_tokens // 2:
-                raise HwkvError(f"window {w} cannot be judged on a trace of {n_tokens} tokens: 1 to {n_tokens // 2} expected")
+                raise HwkvError(
+                    f"window {w} cannot be judged on a trace of {n_tokens} tokens: 1 to {n_tokens // 2} expected"
+                )
         return sorted(set(self.windows))
 
 
@@ -97,7 +101,13 @@ class Record:
     @classmethod
     def from_data(cls, data):
         Distortion(**data["distortion"])
-        return cls(**{**data, "policy": Policy.from_json(json.dumps(data["policy"])), "retention": {int(n): x for n, x in data["retention"].items()}})
+        return cls(
+            **{
+                **data,
+                "policy": Policy.from_json(json.dumps(data["policy"])),
+                "retention": {int(n): x for n, x in data["retention"].items()},
+            }
+        )
 
 
 def check_model(geometry):
@@ -116,7 +126,13 @@ class CalibrationRun:
 
     def __init__(self, method, model, geometry, trace, folder, settings, model_sha256=None, more=None):
         check_model(geometry)
-        self.model, self.geometry, self.trace, self.folder, self.settings = model, geometry, trace, Path(folder), settings
+        self.model, self.geometry, self.trace, self.folder, self.settings = (
+            model,
+            geometry,
+            trace,
+            Path(folder),
+            settings,
+        )
         self.layers = geometry.configurable
         self.n_tokens = len(trace.sequences[0])
         self.windows = {n_sink: settings.candidates(self.n_tokens, n_sink) for n_sink in settings.sinks}
@@ -125,11 +141,23 @@ class CalibrationRun:
         self.meter = None
         self.measured = {}  # fingerprint of a policy -> Distortion: thresholds often choose alike
         self.identity = {
-            "method": method, "n_ctx": self.n_tokens, "windows": settings.candidates(self.n_tokens), "n_queries": settings.n_queries, "seed": settings.seed,
-            **(more or {}), "trace": trace.source, "trace_sha256": trace.sha256, "held_out_sha256": trace.held_out_sha256,
-            "model_fingerprint": geometry.fingerprint, **({"model_sha256": model_sha256} if model_sha256 else {}),
-            "type_k": model.options.type_k, "type_v": model.options.type_v, "n_ubatch": model.options.n_ubatch,
-            "hwkv": __version__, "llama_cpp_python": importlib.metadata.version("llama-cpp-python"), "numpy": np.__version__,
+            "method": method,
+            "n_ctx": self.n_tokens,
+            "windows": settings.candidates(self.n_tokens),
+            "n_queries": settings.n_queries,
+            "seed": settings.seed,
+            **(more or {}),
+            "trace": trace.source,
+            "trace_sha256": trace.sha256,
+            "held_out_sha256": trace.held_out_sha256,
+            "model_fingerprint": geometry.fingerprint,
+            **({"model_sha256": model_sha256} if model_sha256 else {}),
+            "type_k": model.options.type_k,
+            "type_v": model.options.type_v,
+            "n_ubatch": model.options.n_ubatch,
+            "hwkv": __version__,
+            "llama_cpp_python": importlib.metadata.version("llama-cpp-python"),
+            "numpy": np.__version__,
         }
         self._open_folder()
 
@@ -160,8 +188,10 @@ class CalibrationRun:
         held = read(path, dict, ELSEWHERE)
         for key in {**held, **self.identity}:
             if held.get(key) != self.identity.get(key):
-                raise HwkvError(f"{self.folder}: holds another calibration: its {key} is {held.get(key)}, now it is {self.identity.get(key)};"
-                                f" {ELSEWHERE}")
+                raise HwkvError(
+                    f"{self.folder}: holds another calibration: its {key} is {held.get(key)}, now it is {self.identity.get(key)};"
+                    f" {ELSEWHERE}"
+                )
 
     def record(self, rows, n_sink, lengths, cost, *, tau=None, budget=None):
         """The Record of a policy with these rows; measured now, or read where it was measured before.
@@ -169,10 +199,18 @@ class CalibrationRun:
         cost: a call that returns (mean score or None, seconds).
         """
         setting = {"tau": tau} if budget is None else {"budget": budget.describe()}
-        policy = Policy({layer.layer: row for layer, row in zip(self.layers, rows)}, n_sink, model=self.geometry.describe(),
-                        provenance={**self.identity, "windows": self.windows[n_sink], **setting})
+        policy = Policy(
+            {layer.layer: row for layer, row in zip(self.layers, rows)},
+            n_sink,
+            model=self.geometry.describe(),
+            provenance={**self.identity, "windows": self.windows[n_sink], **setting},
+        )
         retention = {n: round(policy.retention(n, self.geometry), 6) for n in lengths}
-        path = self.folder / "records" / (f"sink{n_sink}-tau{tau}.json" if budget is None else f"sink{n_sink}-{budget.name}.json")
+        path = (
+            self.folder
+            / "records"
+            / (f"sink{n_sink}-tau{tau}.json" if budget is None else f"sink{n_sink}-{budget.name}.json")
+        )
         if path.exists():
             held = read(path, Record.from_data)
             if held.policy == policy and held.retention == retention:
@@ -184,17 +222,28 @@ class CalibrationRun:
         key = policy.fingerprint(self.geometry.n_layer)
         if key not in self.measured:
             self.measured[key] = self.meter.measure(policy)
-        record = Record(tau, n_sink, policy, retention, score, self.measured[key].to_dict(), round(seconds, 3), setting.get("budget"))
+        record = Record(
+            tau,
+            n_sink,
+            policy,
+            retention,
+            score,
+            self.measured[key].to_dict(),
+            round(seconds, 3),
+            setting.get("budget"),
+        )
         write(path, record.to_json())
         return record
 
 
 def check_replay(layer, expected, actual, tolerance):
     """HwkvError if the attention output that was replayed is not the runtime's. Arrays of one shape."""
-    error = float(((actual - expected)**2).sum(dtype=np.float64) / (expected**2).sum(dtype=np.float64))
+    error = float(((actual - expected) ** 2).sum(dtype=np.float64) / (expected**2).sum(dtype=np.float64))
     if not error <= tolerance:
-        raise HwkvError(f"layer {layer.layer}: the replayed attention output is not the runtime's: relative squared error {error:.2g},"
-                        f" at most {tolerance:g} expected; the captured Q, K and V are not what the layer attends")
+        raise HwkvError(
+            f"layer {layer.layer}: the replayed attention output is not the runtime's: relative squared error {error:.2g},"
+            f" at most {tolerance:g} expected; the captured Q, K and V are not what the layer attends"
+        )
 
 
 def chosen(outputs, row, windows):
@@ -210,6 +259,7 @@ def write(path, text):
 
 def read(path, parse, advice="remove it, and it is made again"):
     """parse() of the JSON in a file of the run folder."""
+
     def constant(name):
         raise ValueError(f"{name} is not a JSON value")
 

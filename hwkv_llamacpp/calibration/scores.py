@@ -10,7 +10,11 @@ import numpy as np
 from ..errors import HwkvError
 
 EPS = 1e-6
-STATISTICS = {"mean": lambda x: x.mean(0), "p1": lambda x: np.percentile(x, 1, axis=0), "p5": lambda x: np.percentile(x, 5, axis=0)}
+STATISTICS = {
+    "mean": lambda x: x.mean(0),
+    "p1": lambda x: np.percentile(x, 1, axis=0),
+    "p5": lambda x: np.percentile(x, 5, axis=0),
+}
 
 
 def stabilised_cosine(out, eps=EPS):
@@ -51,18 +55,31 @@ class LayerScores:
         """cosines: one [n_query, n_gqa, n_window] per KV head, as stabilised_cosine() returns it. HwkvError if shapes differ."""
         windows = tuple(int(w) for w in windows)
         shapes = {c.shape for c in cosines}
-        if len(shapes) != 1 or not (len(shape := shapes.pop()) == 3 and min(shape[:2]) > 0 and shape[2] == len(windows)):
-            raise HwkvError(f"scores of layer {layer} have shapes {[c.shape for c in cosines]}; the same [n_query, n_gqa,"
-                            f" {len(windows)}] for every KV head expected")
+        if len(shapes) != 1 or not (
+            len(shape := shapes.pop()) == 3 and min(shape[:2]) > 0 and shape[2] == len(windows)
+        ):
+            raise HwkvError(
+                f"scores of layer {layer} have shapes {[c.shape for c in cosines]}; the same [n_query, n_gqa,"
+                f" {len(windows)}] for every KV head expected"
+            )
         grouped = np.stack([c.mean(1) for c in cosines], 1)
         single = np.concatenate(cosines, 1)
-        return cls(layer, windows, n_sink, **{name: statistic(grouped) for name, statistic in STATISTICS.items()},
-                   **{f"head_{name}": statistic(single) for name, statistic in STATISTICS.items()})
+        return cls(
+            layer,
+            windows,
+            n_sink,
+            **{name: statistic(grouped) for name, statistic in STATISTICS.items()},
+            **{f"head_{name}": statistic(single) for name, statistic in STATISTICS.items()},
+        )
 
     def to_dict(self):
         """For JSON. Scores have 7 significant digits, so that noise of the last bits does not change the text."""
-        return {"layer": self.layer, "windows": list(self.windows), "n_sink": self.n_sink,
-                **{name: [[float(f"{x:.7g}") for x in row] for row in getattr(self, name)] for name in _ARRAYS}}
+        return {
+            "layer": self.layer,
+            "windows": list(self.windows),
+            "n_sink": self.n_sink,
+            **{name: [[float(f"{x:.7g}") for x in row] for row in getattr(self, name)] for name in _ARRAYS},
+        }
 
     @classmethod
     def from_dict(cls, data):
@@ -78,7 +95,9 @@ class LayerScores:
         for name, array in arrays.items():
             like = arrays["head_mean" if name.startswith("head_") else "mean"]
             if array.ndim != 2 or array.shape != (len(like), len(data["windows"])):
-                raise HwkvError(f"{where}: key '{name}' has the shape {array.shape}, ({len(like)}, {len(data['windows'])}) expected")
+                raise HwkvError(
+                    f"{where}: key '{name}' has the shape {array.shape}, ({len(like)}, {len(data['windows'])}) expected"
+                )
         return cls(data["layer"], tuple(data["windows"]), data["n_sink"], **arrays)
 
     def __eq__(self, other):

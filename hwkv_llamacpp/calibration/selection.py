@@ -16,13 +16,24 @@ def by_tau(records, tau):
 
 def by_retention(records, geometry, share, n_ctx):
     """The best record that keeps at most this share of the KV cells at n_ctx tokens."""
-    return _best(records, lambda r: r.policy.retention(n_ctx, geometry), share, f"keeps {{:.4f}} of the KV cells at {n_ctx} tokens", "{:g}")
+    return _best(
+        records,
+        lambda r: r.policy.retention(n_ctx, geometry),
+        share,
+        f"keeps {{:.4f}} of the KV cells at {n_ctx} tokens",
+        "{:g}",
+    )
 
 
 def by_bytes(records, geometry, n_bytes, n_ctx, **context):
     """The best record whose KV cache takes at most n_bytes at n_ctx tokens; context: further arguments of footprint.predict."""
-    return _best([*records], lambda r: predict(geometry, r.policy, n_ctx, **context).kv_bytes / MIB, n_bytes / MIB,
-                 f"takes {{:,.1f}} MiB of KV cache at {n_ctx} tokens", "{:,.1f} MiB")
+    return _best(
+        [*records],
+        lambda r: predict(geometry, r.policy, n_ctx, **context).kv_bytes / MIB,
+        n_bytes / MIB,
+        f"takes {{:,.1f}} MiB of KV cache at {n_ctx} tokens",
+        "{:,.1f} MiB",
+    )
 
 
 def _best(records, cost, limit, states, shows):
@@ -30,6 +41,8 @@ def _best(records, cost, limit, states, shows):
     fitting = [r for r in records if cost(r) <= limit]
     if not fitting:
         nearest = min(records, key=cost)
-        raise HwkvError(f"no record fits the budget of {shows.format(limit)}: the nearest, {nearest.setting}, {states.format(cost(nearest))};"
-                        f"{' lower thresholds (--taus) or' if nearest.tau is not None else ''} shorter --windows keep less")
+        raise HwkvError(
+            f"no record fits the budget of {shows.format(limit)}: the nearest, {nearest.setting}, {states.format(cost(nearest))};"
+            f"{' lower thresholds (--taus) or' if nearest.tau is not None else ''} shorter --windows keep less"
+        )
     return min(fitting, key=lambda r: (r.distortion["kl"], cost(r), -(r.tau or 0)))

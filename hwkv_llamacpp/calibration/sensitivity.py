@@ -40,7 +40,9 @@ class Sensitivity:
         """HwkvError if what it holds is not one number per KV head."""
         found = cls(data["layer"], *(np.array(data[name], dtype=np.float64) for name in ("kl", "error")))
         if found.kl.ndim != 1 or found.kl.shape != found.error.shape:
-            raise HwkvError(f"kl and error have the shapes {found.kl.shape} and {found.error.shape}, one number per KV head expected")
+            raise HwkvError(
+                f"kl and error have the shapes {found.kl.shape} and {found.error.shape}, one number per KV head expected"
+            )
         return found
 
 
@@ -84,8 +86,15 @@ def measure(model, layers, traces, samples, n_sink=0, wanted=None, n_positions=6
 
             if full is None:
                 full = log_probabilities((None,) * layer.n_head_kv)
-            kl = [(np.exp(full) * (full - log_probabilities(tuple(probe if i == head else None for i in range(layer.n_head_kv))))).sum(1).mean()
-                  for head in range(layer.n_head_kv)]
+            kl = [
+                (
+                    np.exp(full)
+                    * (full - log_probabilities(tuple(probe if i == head else None for i in range(layer.n_head_kv))))
+                )
+                .sum(1)
+                .mean()
+                for head in range(layer.n_head_kv)
+            ]
             yield Sensitivity(layer.layer, np.array(kl), error)
             layerwise.drop(here)
             if above:

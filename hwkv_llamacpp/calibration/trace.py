@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ..runtime import native
-from ..errors import HwkvError
 from ..base.names import as_text
+from ..errors import HwkvError
+from ..runtime import native
 
 FOLDER = Path(__file__).parent / "texts"
 N_PROSE = 8  # files 01 to 08 are prose, the others technical
@@ -46,7 +46,9 @@ def default(model, n_tokens, seed=0):
     """Three sequences of n_tokens, prose, technical and retrieval, and three held out. HwkvError if the shipped text is too short."""
     rng = np.random.default_rng(seed)
     files = sorted(FOLDER.glob("*.txt"))
-    prose, technical = ([files[i] for i in rng.permutation(n) + first] for first, n in ((0, N_PROSE), (N_PROSE, len(files) - N_PROSE)))
+    prose, technical = (
+        [files[i] for i in rng.permutation(n) + first] for first, n in ((0, N_PROSE), (N_PROSE, len(files) - N_PROSE))
+    )
     halves = [(prose[i::2], technical[i::2]) for i in (0, 1)]  # to calibrate on, to measure on
 
     def sequences(prose, technical):
@@ -54,8 +56,10 @@ def default(model, n_tokens, seed=0):
         first, second = (model.tokenize("\n\n".join(order)) for order in (texts[0] + texts[1], texts[1] + texts[0]))
         n_tokens_there = min(len(first), len(second)) + len(_start(model))
         if n_tokens_there < n_tokens:
-            raise HwkvError(f"the default trace has {n_tokens_there} tokens in this model's vocabulary, {n_tokens} are asked for:"
-                            " give text of your own with --text, or a lower --trace-tokens")
+            raise HwkvError(
+                f"the default trace has {n_tokens_there} tokens in this model's vocabulary, {n_tokens} are asked for:"
+                " give text of your own with --text, or a lower --trace-tokens"
+            )
         return _cut(model, [first, second, retrieval(model, texts[0] + texts[1], n_tokens, rng)], n_tokens)
 
     traces, held_out = (sequences(*half) for half in halves)
@@ -68,25 +72,65 @@ def from_files(model, paths, n_tokens, n_sequences=3, held_out_paths=()):
     if held_out_paths:
         held_out = _read(model, held_out_paths)
         if len(held_out) < n_tokens // 2:
-            raise HwkvError(f"{_names(held_out_paths)}: {len(held_out)} tokens, at least {n_tokens // 2} expected to measure on")
+            raise HwkvError(
+                f"{_names(held_out_paths)}: {len(held_out)} tokens, at least {n_tokens // 2} expected to measure on"
+            )
         held_out = held_out[:n_tokens]
     else:
         held_out, tokens = tokens[-n_tokens:], tokens[:-n_tokens]
     n = min(n_sequences, len(tokens) // n_tokens)
     if n < 1:
         found = len(tokens) + (0 if held_out_paths else len(held_out))
-        needed = f"{n_tokens} for a trace" if held_out_paths else f"{2 * n_tokens}, half to calibrate on and half to measure on,"
-        raise HwkvError(f"{_names(paths)}: {found} tokens, at least {needed} expected: give more text or a lower --trace-tokens")
-    sequences = [tokens[i * n_tokens:(i + 1) * n_tokens] for i in range(n)]
-    return Trace(_cut(model, sequences, n_tokens), _cut(model, [held_out], n_tokens),
-                 {"text": [as_text(Path(path).name) for path in paths], "held_out": [as_text(Path(path).name) for path in held_out_paths] or "end of text"})
+        needed = (
+            f"{n_tokens} for a trace"
+            if held_out_paths
+            else f"{2 * n_tokens}, half to calibrate on and half to measure on,"
+        )
+        raise HwkvError(
+            f"{_names(paths)}: {found} tokens, at least {needed} expected: give more text or a lower --trace-tokens"
+        )
+    sequences = [tokens[i * n_tokens : (i + 1) * n_tokens] for i in range(n)]
+    return Trace(
+        _cut(model, sequences, n_tokens),
+        _cut(model, [held_out], n_tokens),
+        {
+            "text": [as_text(Path(path).name) for path in paths],
+            "held_out": [as_text(Path(path).name) for path in held_out_paths] or "end of text",
+        },
+    )
 
 
 def retrieval(model, texts, n_tokens, rng):
     """Tokens of a text that states facts in its first half, among paragraphs of texts, and asks for them in its second."""
     paragraphs = [p for text in texts for p in text.split("\n") if 80 < len(p) < 900]
-    things = ["locker", "parcel", "ticket", "account", "gate", "engine", "sample", "crate", "permit", "meter", "folder", "bicycle"]
-    owners = ["Amara", "Bertil", "Chiara", "Dmitri", "Eszter", "Farid", "Greta", "Hiro", "Ingrid", "Jonas", "Kalinda", "Lorenzo"]
+    things = [
+        "locker",
+        "parcel",
+        "ticket",
+        "account",
+        "gate",
+        "engine",
+        "sample",
+        "crate",
+        "permit",
+        "meter",
+        "folder",
+        "bicycle",
+    ]
+    owners = [
+        "Amara",
+        "Bertil",
+        "Chiara",
+        "Dmitri",
+        "Eszter",
+        "Farid",
+        "Greta",
+        "Hiro",
+        "Ingrid",
+        "Jonas",
+        "Kalinda",
+        "Lorenzo",
+    ]
     facts = [(f"{owner}'s {thing}", f"{rng.integers(10_000, 100_000)}") for owner in owners for thing in things]
     facts = [facts[i] for i in rng.permutation(len(facts))]
     tokens, stated = [], []
@@ -116,7 +160,9 @@ def sample_positions(sequences, n_queries, seed):
     result = []
     for sequence in sequences:
         first = len(sequence) // 2
-        result.append(first + np.sort(rng.choice(len(sequence) - first, min(n_queries, len(sequence) - first), replace=False)))
+        result.append(
+            first + np.sort(rng.choice(len(sequence) - first, min(n_queries, len(sequence) - first), replace=False))
+        )
     return result
 
 

@@ -12,58 +12,125 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from ..measure import boundary, machine, records, sampler
-from ..plan import dry_run
-from ..runtime import native
 from ..base import options, sizes
-from ..gguf.embed import read_policy
-from ..errors import HwkvError
-from ..gguf.geometry import ModelGeometry
-from ..measure.case import Arm, Settings, describe, full_policy, measure, on_gpu
 from ..base.names import as_text
-from .plan import add_context_arguments
+from ..errors import HwkvError
+from ..gguf.embed import read_policy
+from ..gguf.geometry import ModelGeometry
+from ..measure import boundary, machine, records, sampler
+from ..measure.case import Arm, Settings, describe, full_policy, measure, on_gpu
+from ..plan import dry_run
 from ..plan.planner import Planner, largest_context
 from ..policy.policy import Policy
+from ..runtime import native
+from .plan import add_context_arguments
 
 MIB = 2**20
 PROCESS_CTX = 2048  # context of the run that tells what the process holds beside its buffers
 HIGHEST_CTX = 2**21
 ARMS = ("upstream", "full", "policy")
-KINDS = {"memory": "peak memory against the context", "throughput": "prefill and decode speed against the context",
-         "capacity": "the largest context that a memory limit, or the GPU, holds"}
+KINDS = {
+    "memory": "peak memory against the context",
+    "throughput": "prefill and decode speed against the context",
+    "capacity": "the largest context that a memory limit, or the GPU, holds",
+}
 
 
 def add_arguments(parser):
-    parser.description = ("Measures fresh llama-server processes: upstream's, ours with full KV, ours under policies.\nEvery case is a "
-                          "row of a JSONL file that `hwkv report` reads; a run that was stopped goes on where it stopped.")
-    parser.epilog = ("example:\n  hwkv bench memory model.gguf --policy policy.json -c 2048,8192,32768 -o run.jsonl\n"
-                     "  hwkv bench capacity model.gguf --policy policy.json --memory-limit 3GiB -o run.jsonl\n"
-                     "  hwkv report run.jsonl -o report")
+    parser.description = (
+        "Measures fresh llama-server processes: upstream's, ours with full KV, ours under policies.\nEvery case is a "
+        "row of a JSONL file that `hwkv report` reads; a run that was stopped goes on where it stopped."
+    )
+    parser.epilog = (
+        "example:\n  hwkv bench memory model.gguf --policy policy.json -c 2048,8192,32768 -o run.jsonl\n"
+        "  hwkv bench capacity model.gguf --policy policy.json --memory-limit 3GiB -o run.jsonl\n"
+        "  hwkv report run.jsonl -o report"
+    )
     kinds = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for kind, text in KINDS.items():
-        command = kinds.add_parser(kind, help=text, description=f"Measures {text}.", formatter_class=argparse.RawDescriptionHelpFormatter,
-                                   epilog=parser.epilog)
+        command = kinds.add_parser(
+            kind,
+            help=text,
+            description=f"Measures {text}.",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            epilog=parser.epilog,
+        )
         command.set_defaults(kind=kind)
         add = command.add_argument
         add("model", type=Path, metavar="MODEL", help="GGUF file")
-        add("--policy", type=Path, action="append", default=[], metavar="P",
-            help="policy, an arm by its file's name; may be given again (default: the one in MODEL, if it has one)")
+        add(
+            "--policy",
+            type=Path,
+            action="append",
+            default=[],
+            metavar="P",
+            help="policy, an arm by its file's name; may be given again (default: the one in MODEL, if it has one)",
+        )
         add("--arms", type=_arms, default=list(ARMS), metavar="A,...", help=f"arms to run (default: {','.join(ARMS)})")
         add("-o", "--output", type=Path, required=True, metavar="RUN.jsonl", help="file that rows are added to")
-        add("--memory-limit", type=sizes.parse, metavar="SIZE",
-            help="limit of the server process, such as 3GiB: a control group where one can be made, else of its address space")
+        add(
+            "--memory-limit",
+            type=sizes.parse,
+            metavar="SIZE",
+            help="limit of the server process, such as 3GiB: a control group where one can be made, else of its address space",
+        )
         if kind == "capacity":
-            add("--highest", type=options.count, default=HIGHEST_CTX, metavar="N", help="largest context to try (default: %(default)s)")
-            add("--grid", type=options.count, default=boundary.GRID, metavar="N", help="step of the search in tokens (default: %(default)s)")
+            add(
+                "--highest",
+                type=options.count,
+                default=HIGHEST_CTX,
+                metavar="N",
+                help="largest context to try (default: %(default)s)",
+            )
+            add(
+                "--grid",
+                type=options.count,
+                default=boundary.GRID,
+                metavar="N",
+                help="step of the search in tokens (default: %(default)s)",
+            )
         else:
-            add("-c", "--ctx-size", type=options.listed(options.tokens), required=True, metavar="N,...", help="contexts")
-            add("-r", "--repetitions", type=options.count, default=3, metavar="N", help="repetitions of every case (default: %(default)s)")
-        add("-n", "--n-predict", type=options.count, default=64, metavar="N", help="tokens to generate, at the end of the context (default: 64)")
+            add(
+                "-c", "--ctx-size", type=options.listed(options.tokens), required=True, metavar="N,...", help="contexts"
+            )
+            add(
+                "-r",
+                "--repetitions",
+                type=options.count,
+                default=3,
+                metavar="N",
+                help="repetitions of every case (default: %(default)s)",
+            )
+        add(
+            "-n",
+            "--n-predict",
+            type=options.count,
+            default=64,
+            metavar="N",
+            help="tokens to generate, at the end of the context (default: 64)",
+        )
         add("-t", "--threads", type=options.count, metavar="N", help="threads (default: llama.cpp's)")
-        add("-lm", "--load-mode", choices=("none", "mmap"), default="none",
-            help="how weights are loaded; mapped ones are file pages, which the kernel takes back under pressure (default: none)")
-        add("--timeout", type=options.seconds, default=3600, metavar="S", help="seconds until a request counts as hung (default: %(default)s)")
-        add("--start-timeout", type=options.seconds, default=600, metavar="S", help="seconds until a start counts as hung (default: %(default)s)")
+        add(
+            "-lm",
+            "--load-mode",
+            choices=("none", "mmap"),
+            default="none",
+            help="how weights are loaded; mapped ones are file pages, which the kernel takes back under pressure (default: none)",
+        )
+        add(
+            "--timeout",
+            type=options.seconds,
+            default=3600,
+            metavar="S",
+            help="seconds until a request counts as hung (default: %(default)s)",
+        )
+        add(
+            "--start-timeout",
+            type=options.seconds,
+            default=600,
+            metavar="S",
+            help="seconds until a start counts as hung (default: %(default)s)",
+        )
         add("--logs", type=Path, metavar="DIR", help="keep the servers' logs here")
         add_context_arguments(command)
 
@@ -88,8 +155,20 @@ class Bench:
             self._make_folder(self.logs)
         self.geometry = ModelGeometry.from_gguf(args.model)
         self.planner = Planner(args.model)
-        self.settings = Settings(args.model, args.n_predict, args.batch_size, args.ubatch_size, args.threads, args.gpu_layers,
-                                 args.cache_type_k, args.cache_type_v, args.load_mode, args.start_timeout, args.timeout, args.memory_limit)
+        self.settings = Settings(
+            args.model,
+            args.n_predict,
+            args.batch_size,
+            args.ubatch_size,
+            args.threads,
+            args.gpu_layers,
+            args.cache_type_k,
+            args.cache_type_v,
+            args.load_mode,
+            args.start_timeout,
+            args.timeout,
+            args.memory_limit,
+        )
         self._process_bytes, self._charged_bytes = {}, {}  # by arm: at the peak, and charged to a control group
         self._on_gpu = False  # what the peak counts
         self.gpus = sampler.gpus()
@@ -98,23 +177,35 @@ class Bench:
         self.arms = self._make_arms(args.arms, args.policy)
         for arm in self.arms:
             native.binary("llama-server", arm.upstream)
-        self.done = {row.key: row for row in records.read(self.output, missing_ok=True) if row.status in records.RESULTS}
-        other = sum(row.build_pair != machine.build_pair() or row.machine != machine.machine() for row in self.done.values())
+        self.done = {
+            row.key: row for row in records.read(self.output, missing_ok=True) if row.status in records.RESULTS
+        }
+        other = sum(
+            row.build_pair != machine.build_pair() or row.machine != machine.machine() for row in self.done.values()
+        )
         if other:
-            self._say(f"{self.output} holds {other} rows of another build or machine: they stay, and are compared with nothing new")
+            self._say(
+                f"{self.output} holds {other} rows of another build or machine: they stay, and are compared with nothing new"
+            )
 
     def _check_machine(self, n_gpu_layers):
         build, weights = native.build_dir().name, self.planner.header.weight_bytes or 0
         if n_gpu_layers and not native.has_gpu():
-            raise HwkvError(f"-ngl {n_gpu_layers} asks for a GPU, and the build in use ({build}) has none: "
-                            "run ./build.sh --cuda or --vulkan.")
+            raise HwkvError(
+                f"-ngl {n_gpu_layers} asks for a GPU, and the build in use ({build}) has none: "
+                "run ./build.sh --cuda or --vulkan."
+            )
         if n_gpu_layers and build.startswith("cuda") and not self.gpus:
             raise HwkvError(f"-ngl {n_gpu_layers} asks for a GPU, and NVML finds none on this machine.")
         limit = self.settings.memory_limit_bytes
         if limit is not None and limit <= weights and not n_gpu_layers:
-            raise HwkvError(f"--memory-limit is {sizes.show(limit)}, below the {weights / MIB:,.1f} MiB of the weights alone.")
+            raise HwkvError(
+                f"--memory-limit is {sizes.show(limit)}, below the {weights / MIB:,.1f} MiB of the weights alone."
+            )
         if self.kind == "capacity" and limit is None and not (self.gpus and n_gpu_layers):
-            raise HwkvError("on a CPU the capacity needs --memory-limit, such as 3GiB: without one the machine itself would run out.")
+            raise HwkvError(
+                "on a CPU the capacity needs --memory-limit, such as 3GiB: without one the machine itself would run out."
+            )
 
     def _make_arms(self, wanted, paths):
         folder = Path(self._folder.name)
@@ -170,8 +261,10 @@ class Bench:
         bad = [row for row in rows if row.status != "ok"]
         if bad:
             first = bad[0]
-            raise HwkvError(f"{len(bad)} of {len(rows)} cases did not succeed, the first is {first.arm} at {first.n_ctx}: "
-                            f"{first.status} in {first.phase}, {first.cause}")
+            raise HwkvError(
+                f"{len(bad)} of {len(rows)} cases did not succeed, the first is {first.arm} at {first.n_ctx}: "
+                f"{first.status} in {first.phase}, {first.cause}"
+            )
 
     def capacity(self, grid, highest):
         searches, found, least = {}, {}, self.settings.n_predict + 1
@@ -197,7 +290,9 @@ class Bench:
     def _guess(self, arm, grid, highest):
         """Context where the search starts: what the plan says, else the trained context."""
         self._check_context(-(-(self.settings.n_predict + 1) // grid) * grid)
-        limit = self.settings.memory_limit_bytes or (self.gpus and max(gpu["memory_bytes"] for gpu in self.gpus.describe()[0]))
+        limit = self.settings.memory_limit_bytes or (
+            self.gpus and max(gpu["memory_bytes"] for gpu in self.gpus.describe()[0])
+        )
         if not self.planner.dry or not limit:
             return self.geometry.n_ctx_train
         found = largest_context(lambda n: self._plan(arm, n, self._charged_bytes.get(arm)), [limit], grid, highest)
@@ -217,16 +312,36 @@ class Bench:
         log = None
         if self.logs:
             log = self.logs / f"{self.kind}-{arm.name}-{n_ctx}-{(step or 'round').replace(' ', '-')}-{round_}.log"
-        row = measure(self.kind, arm, n_ctx, self.settings, self.geometry, round_=round_, step=step, gpus=self.gpus, plan=plan,
-                      log_path=log)
+        row = measure(
+            self.kind,
+            arm,
+            n_ctx,
+            self.settings,
+            self.geometry,
+            round_=round_,
+            step=step,
+            gpus=self.gpus,
+            plan=plan,
+            log_path=log,
+        )
         records.append(self.output, row)
         self.done[row.key] = row
         result = f"{row.status} in {row.phase}: {row.cause}"
         if row.status == "ok":
-            charged = f"charged {row.limited_bytes / MIB:,.1f} of {row.memory_limit_bytes / MIB:,.1f} MiB, " if row.limited_bytes else ""
-            result = (f"{charged}peak {row.peak_bytes / MIB:,.1f} MiB, KV {row.kv_bytes / MIB:,.1f} MiB, prefill {row.prefill_ts:,.1f} t/s, "
-                      f"decode {row.decode_ts:,.2f} t/s")
-        what = "warm-up, which tells what the process holds beside its buffers" if step == "process" else f"{step or 'round'} {round_ + 1}"
+            charged = (
+                f"charged {row.limited_bytes / MIB:,.1f} of {row.memory_limit_bytes / MIB:,.1f} MiB, "
+                if row.limited_bytes
+                else ""
+            )
+            result = (
+                f"{charged}peak {row.peak_bytes / MIB:,.1f} MiB, KV {row.kv_bytes / MIB:,.1f} MiB, prefill {row.prefill_ts:,.1f} t/s, "
+                f"decode {row.decode_ts:,.2f} t/s"
+            )
+        what = (
+            "warm-up, which tells what the process holds beside its buffers"
+            if step == "process"
+            else f"{step or 'round'} {round_ + 1}"
+        )
         self._say(f"{arm.name}, -c {n_ctx}, {what}: {result}")
         return row
 
@@ -248,18 +363,30 @@ class Bench:
 
     def _plan(self, arm, n_ctx, process_bytes=None):
         s = self.settings
-        context = dry_run.Context(str(s.model), str(arm.path) if arm.policy else "off", n_ctx, s.n_batch, s.n_ubatch,
-                                  n_gpu_layers=s.n_gpu_layers, type_k=s.type_k, type_v=s.type_v)
+        context = dry_run.Context(
+            str(s.model),
+            str(arm.path) if arm.policy else "off",
+            n_ctx,
+            s.n_batch,
+            s.n_ubatch,
+            n_gpu_layers=s.n_gpu_layers,
+            type_k=s.type_k,
+            type_v=s.type_v,
+        )
         if process_bytes is None:
             process_bytes = self._process_bytes.get(arm)
         return self.planner.plan(context, arm.policy, process_bytes, self._on_gpu)
 
     def _check_context(self, n_ctx):
         if n_ctx <= self.settings.n_predict:
-            raise HwkvError(f"a context of {n_ctx} leaves no room for a prompt before {self.settings.n_predict} generated tokens")
+            raise HwkvError(
+                f"a context of {n_ctx} leaves no room for a prompt before {self.settings.n_predict} generated tokens"
+            )
         if n_ctx > self.geometry.n_ctx_train:
-            self._say(f"warning: a context of {n_ctx} is larger than the model was trained for ({self.geometry.n_ctx_train}): llama-server "
-                      "is told otherwise with --override-kv; memory and speed are right, the text that comes out is not")
+            self._say(
+                f"warning: a context of {n_ctx} is larger than the model was trained for ({self.geometry.n_ctx_train}): llama-server "
+                "is told otherwise with --override-kv; memory and speed are right, the text that comes out is not"
+            )
 
     @staticmethod
     def _make_folder(path):

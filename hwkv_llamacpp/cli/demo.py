@@ -14,14 +14,14 @@ from rich.console import Console
 from rich.table import Table
 
 from ..base import options
-from ..plot import pareto
-from ..gguf import testmodels
+from ..base.places import ROOT
 from ..calibration.calibrate import calibrate
 from ..calibration.run import Settings
+from ..gguf import testmodels
 from ..gguf.embed import embed
-from ..policy.footprint import predict
 from ..gguf.geometry import ModelGeometry
-from ..base.places import ROOT
+from ..plot import pareto
+from ..policy.footprint import predict
 from ..runtime.server import LlamaServer, ServerOptions
 
 MIB = 2**20
@@ -34,13 +34,29 @@ QUESTIONS = ("What is the name of the harbour master's dog?", "What colour is my
 
 
 def add_arguments(parser):
-    parser.description = (f"Fetches SmolLM2-135M-Instruct (98 MB), calibrates a policy on a short trace, embeds it, and serves the model at"
-                          f" a context of {N_CTX:,} tokens with full KV and under the policy. Takes about five minutes on two cores, longer"
-                          " where they have other work; run again, it finds the calibration done.")
+    parser.description = (
+        f"Fetches SmolLM2-135M-Instruct (98 MB), calibrates a policy on a short trace, embeds it, and serves the model at"
+        f" a context of {N_CTX:,} tokens with full KV and under the policy. Takes about five minutes on two cores, longer"
+        " where they have other work; run again, it finds the calibration done."
+    )
     parser.epilog = "example:\n  hwkv demo\n  hwkv demo -c 1024    # a slow machine: an eighth of everything"
-    parser.add_argument("-c", "--ctx-size", type=options.whole(N_CTX_MIN, "a number of tokens", N_CTX), default=N_CTX, metavar="N", help=(
-        "context; traces, windows and the text that is asked about are in proportion, and so is the time (default: %(default)s)"))
-    parser.add_argument("--output", type=Path, default=ROOT / "build" / "demo", metavar="DIR", help="folder for the files (default: %(default)s)")
+    parser.add_argument(
+        "-c",
+        "--ctx-size",
+        type=options.whole(N_CTX_MIN, "a number of tokens", N_CTX),
+        default=N_CTX,
+        metavar="N",
+        help=(
+            "context; traces, windows and the text that is asked about are in proportion, and so is the time (default: %(default)s)"
+        ),
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=ROOT / "build" / "demo",
+        metavar="DIR",
+        help="folder for the files (default: %(default)s)",
+    )
 
 
 @dataclass
@@ -75,7 +91,9 @@ def show(output, n_ctx, console):
     n_trace = n_ctx // 4
     console.print(f"Calibrating on three traces of {n_trace:,} tokens ...")
     folder = output / f"calibration-{n_trace}"
-    settings = Settings(taus=(0.98, 0.995), sinks=(N_SINK,), windows=tuple(n_trace // n - N_SINK for n in (8, 4, 2)), n_queries=64)
+    settings = Settings(
+        taus=(0.98, 0.995), sinks=(N_SINK,), windows=tuple(n_trace // n - N_SINK for n in (8, 4, 2)), n_queries=64
+    )
     result = calibrate(source, folder, n_tokens=n_trace, settings=settings, budget=BUDGET, n_ctx=n_ctx)
     pareto.print_table(result.records, result.selected)
     policy = result.selected.policy
@@ -90,9 +108,18 @@ def show(output, n_ctx, console):
     for name, choice in (("full KV", "off"), ("policy", "embedded")):
         log = output / f"llama-server-{choice}.log"
         console.print(f"Serving with {name} ...")
-        with LlamaServer(ServerOptions(model=model, policy=choice, n_ctx=n_ctx, n_parallel=1, flash_attn="on",
-                                       # nothing but the KV cache may grow between the runs; the log tells the buffers of each device
-                                       extra=("--cache-ram", "0", "--ctx-checkpoints", "0", "-lv", "4")), log) as server:
+        with LlamaServer(
+            ServerOptions(
+                model=model,
+                policy=choice,
+                n_ctx=n_ctx,
+                n_parallel=1,
+                flash_attn="on",
+                # nothing but the KV cache may grow between the runs; the log tells the buffers of each device
+                extra=("--cache-ram", "0", "--ctx-checkpoints", "0", "-lv", "4"),
+            ),
+            log,
+        ) as server:
             arms[name] = measure(server, text, full_kv_bytes)
 
     full, policy_arm = arms.values()
@@ -101,7 +128,12 @@ def show(output, n_ctx, console):
         table.add_column(heading, justify="left" if not heading else "right")
     for n in (n_trace, full.n_prompt, n_ctx):
         table.add_row(f"KV cells kept at {n:,} tokens", "1.000", f"{policy.retention(n, geometry):.3f}", "")
-    table.add_row(f"KL against full KV, held-out texts of {n_trace:,} tokens", "0", f"{result.selected.distortion['kl']:.4f} nats", "")
+    table.add_row(
+        f"KL against full KV, held-out texts of {n_trace:,} tokens",
+        "0",
+        f"{result.selected.distortion['kl']:.4f} nats",
+        "",
+    )
     table.add_row("full KV would take", *[f"{full_kv_bytes / MIB:.1f} MiB"] * 2, "")
     row(table, "KV allocated", full.kv_bytes, policy_arm.kv_bytes, "MiB", MIB)
     if full.rss_bytes and policy_arm.rss_bytes:
@@ -109,28 +141,50 @@ def show(output, n_ctx, console):
     row(table, "prefill", full.prefill_ts, policy_arm.prefill_ts, "t/s")
     row(table, f"decode of {N_DECODE} tokens", full.decode_ts, policy_arm.decode_ts, "t/s")
     console.print(table)
-    console.print("A model of 135M parameters often answers wrongly, also with full KV; what the policy costs is the KL above.")
+    console.print(
+        "A model of 135M parameters often answers wrongly, also with full KV; what the policy costs is the KL above."
+    )
     for i, question in enumerate(QUESTIONS):
         console.print(f"Q: {question}")
         for name, arm in arms.items():
             console.print(f"   {name:8s} {arm.answers[i]}", markup=False)
-    console.print(f"Files: {model}\n       {policy_path}\n       {output / 'llama-server-embedded.log'}\n       {folder}", markup=False, soft_wrap=True)
+    console.print(
+        f"Files: {model}\n       {policy_path}\n       {output / 'llama-server-embedded.log'}\n       {folder}",
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 def measure(server, text, full_kv_bytes):
     answers, timings = [], []
     for question in QUESTIONS:
-        reply = server.post("/v1/chat/completions", {
-            "messages": [{"role": "user", "content": f"Here is the diary of a lighthouse keeper.\n\n{text}\n\n{question}"}],
-            "max_tokens": 64, "temperature": 0}, timeout=1800)
+        reply = server.post(
+            "/v1/chat/completions",
+            {
+                "messages": [
+                    {"role": "user", "content": f"Here is the diary of a lighthouse keeper.\n\n{text}\n\n{question}"}
+                ],
+                "max_tokens": 64,
+                "temperature": 0,
+            },
+            timeout=1800,
+        )
         answers.append(reply["choices"][0]["message"]["content"].strip())
         timings.append(reply["timings"])
     # how fast tokens come out with the whole text in the cache, over more tokens than an answer has
-    more = server.post("/completion", {"prompt": text, "n_predict": N_DECODE, "ignore_eos": True, "temperature": 0}, timeout=1800)
+    more = server.post(
+        "/completion", {"prompt": text, "n_predict": N_DECODE, "ignore_eos": True, "temperature": 0}, timeout=1800
+    )
     hwkv = server.props()["hwkv"]
     memory = server.memory()
-    return Arm(hwkv["kv_bytes"] if hwkv["active"] else full_kv_bytes, memory and memory["rss_peak_bytes"],
-               timings[0]["prompt_per_second"], more["timings"]["predicted_per_second"], timings[0]["prompt_n"], answers)
+    return Arm(
+        hwkv["kv_bytes"] if hwkv["active"] else full_kv_bytes,
+        memory and memory["rss_peak_bytes"],
+        timings[0]["prompt_per_second"],
+        more["timings"]["predicted_per_second"],
+        timings[0]["prompt_n"],
+        answers,
+    )
 
 
 def row(table, name, full, policy, unit, scale=1):
@@ -141,11 +195,30 @@ def diary(n_days):
     """Invented diary, about 27 tokens a day. One fact stands near its start, one near its end."""
     rng = random.Random(1)
     weather = ("calm", "grey", "windy", "bright", "cold", "misty", "warm", "stormy")
-    work = ("I cleaned the lamp", "I painted the railing", "I counted the gulls", "I mended a net", "I wrote three letters",
-            "I oiled the hinges of the door", "I swept the stairs", "I cooked fish and potatoes")
-    sights = ("a fishing boat passed", "two sailors waved from their ship", "the ferry was late", "the tide reached the lower step",
-              "a seal slept on the rocks", "the post came by boat", "the fog horn sounded twice", "clouds hung over the hills")
+    work = (
+        "I cleaned the lamp",
+        "I painted the railing",
+        "I counted the gulls",
+        "I mended a net",
+        "I wrote three letters",
+        "I oiled the hinges of the door",
+        "I swept the stairs",
+        "I cooked fish and potatoes",
+    )
+    sights = (
+        "a fishing boat passed",
+        "two sailors waved from their ship",
+        "the ferry was late",
+        "the tide reached the lower step",
+        "a seal slept on the rocks",
+        "the post came by boat",
+        "the fog horn sounded twice",
+        "clouds hung over the hills",
+    )
     margin = min(9, n_days // 12)
     facts = {margin: " The harbour master's dog is called Biscuit.", n_days - margin: " My new boat is painted yellow."}
-    return "\n".join(f"Day {day}. The morning was {rng.choice(weather)}. {rng.choice(work)}, and in the afternoon {rng.choice(sights)}."
-                     + facts.get(day, "") for day in range(1, n_days + 1))
+    return "\n".join(
+        f"Day {day}. The morning was {rng.choice(weather)}. {rng.choice(work)}, and in the afternoon {rng.choice(sights)}."
+        + facts.get(day, "")
+        for day in range(1, n_days + 1)
+    )

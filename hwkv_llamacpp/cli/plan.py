@@ -5,13 +5,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from ..plan import dry_run
-from ..runtime import native
 from ..base import sizes
-from ..gguf.embed import chosen_policy
-from ..policy.footprint import CACHE_TYPES, CELL_PAD
 from ..base.options import count
+from ..gguf.embed import chosen_policy
+from ..plan import dry_run
 from ..plan.planner import HOST, MIB, PARTS, Planner, largest_context
+from ..policy.footprint import CACHE_TYPES, CELL_PAD
+from ..runtime import native
 from .serve import ENVIRONMENT, policy_choice
 
 HEAP_BYTES = 32 * MIB  # what is larger, glibc always maps by itself and gives back whole
@@ -19,17 +19,33 @@ CHECKPOINTS, PROMPT_CACHE_BYTES = 32, 8192 * MIB  # llama-server's defaults for 
 
 
 def add_arguments(parser):
-    parser.description = ("Predicts what a server would take: KV by window and device, weights, states, compute buffers.\n"
-                          "With --memory, also the largest context that fits, for 1 to -np slots.")
-    parser.epilog = ("example:\n  hwkv plan model.gguf --policy policy.json -c 32768\n"
-                     "  hwkv plan model.gguf --policy policy.json -ngl 99 --memory 24GiB -np 4")
+    parser.description = (
+        "Predicts what a server would take: KV by window and device, weights, states, compute buffers.\n"
+        "With --memory, also the largest context that fits, for 1 to -np slots."
+    )
+    parser.epilog = (
+        "example:\n  hwkv plan model.gguf --policy policy.json -c 32768\n"
+        "  hwkv plan model.gguf --policy policy.json -ngl 99 --memory 24GiB -np 4"
+    )
     parser.add_argument("model", type=Path, metavar="MODEL", help="GGUF file; its header is enough")
-    parser.add_argument("--policy", metavar="P", help='policy JSON, a GGUF with an embedded policy, "embedded" or "off" (default: '
-                                                      f"${ENVIRONMENT}, else the policy in MODEL, if it has one)")
-    parser.add_argument("--memory", type=lambda text: [sizes.parse(part) for part in text.split(",")], metavar="SIZE[,SIZE...]",
-                        help="memory of each device, or of the process where there is no GPU, such as 24GiB")
-    parser.add_argument("-md", "--model-draft", type=Path, metavar="DRAFT", help="draft model: its server memory is added, with full KV")
-    parser.add_argument("-c", "--ctx-size", type=count, default=0, metavar="N", help="context (default: the trained one)")
+    parser.add_argument(
+        "--policy",
+        metavar="P",
+        help='policy JSON, a GGUF with an embedded policy, "embedded" or "off" (default: '
+        f"${ENVIRONMENT}, else the policy in MODEL, if it has one)",
+    )
+    parser.add_argument(
+        "--memory",
+        type=lambda text: [sizes.parse(part) for part in text.split(",")],
+        metavar="SIZE[,SIZE...]",
+        help="memory of each device, or of the process where there is no GPU, such as 24GiB",
+    )
+    parser.add_argument(
+        "-md", "--model-draft", type=Path, metavar="DRAFT", help="draft model: its server memory is added, with full KV"
+    )
+    parser.add_argument(
+        "-c", "--ctx-size", type=count, default=0, metavar="N", help="context (default: the trained one)"
+    )
     add_context_arguments(parser)
     parser.add_argument("-fa", "--flash-attn", choices=("on", "off"), default="on", help="FlashAttention (default: on)")
     parser.add_argument("-np", "--parallel", type=count, default=1, metavar="N", help="slots (default: 1)")
@@ -40,9 +56,21 @@ def add_arguments(parser):
 
 def add_context_arguments(parser):
     """Of batch, offloading and cache types, which `hwkv bench` has, too."""
-    parser.add_argument("-b", "--batch-size", type=count, default=2048, metavar="N", help="logical batch (default: 2048)")
-    parser.add_argument("-ub", "--ubatch-size", type=count, default=512, metavar="N", help="physical batch (default: 512)")
-    parser.add_argument("-ngl", "--gpu-layers", "--n-gpu-layers", type=int, default=None, metavar="N", help="layers on the GPU (default: llama.cpp's)")
+    parser.add_argument(
+        "-b", "--batch-size", type=count, default=2048, metavar="N", help="logical batch (default: 2048)"
+    )
+    parser.add_argument(
+        "-ub", "--ubatch-size", type=count, default=512, metavar="N", help="physical batch (default: 512)"
+    )
+    parser.add_argument(
+        "-ngl",
+        "--gpu-layers",
+        "--n-gpu-layers",
+        type=int,
+        default=None,
+        metavar="N",
+        help="layers on the GPU (default: llama.cpp's)",
+    )
     parser.add_argument("-ctk", "--cache-type-k", choices=CACHE_TYPES, default="f16", help="type of K (default: f16)")
     parser.add_argument("-ctv", "--cache-type-v", choices=CACHE_TYPES, default="f16", help="type of V (default: f16)")
 
@@ -54,14 +82,32 @@ def run(args):
     geometry = planner.geometry
     choice = policy_choice(args.policy)
     policy = chosen_policy(args.model, choice)
-    context = dry_run.Context(str(args.model), "off", args.ctx_size or geometry.n_ctx_train, args.batch_size, args.ubatch_size,
-                              args.parallel, args.kv_unified, args.gpu_layers, args.flash_attn, args.cache_type_k, args.cache_type_v)
+    context = dry_run.Context(
+        str(args.model),
+        "off",
+        args.ctx_size or geometry.n_ctx_train,
+        args.batch_size,
+        args.ubatch_size,
+        args.parallel,
+        args.kv_unified,
+        args.gpu_layers,
+        args.flash_attn,
+        args.cache_type_k,
+        args.cache_type_v,
+    )
     if not planner.dry and not args.formulas:
-        why = "the file has no tensors" if planner.header.n_tensors == 0 else f"the native build is missing: {native.BUILD_COMMAND}"
+        why = (
+            "the file has no tensors"
+            if planner.header.n_tensors == 0
+            else f"the native build is missing: {native.BUILD_COMMAND}"
+        )
         print(f"no dry run ({why}); every number is a formula", file=sys.stderr)
     if args.gpu_layers and planner.dry and not native.has_gpu():
-        print(f"warning: -ngl {args.gpu_layers}: the build in use ({native.build_dir().name}) has no GPU, so all of it is planned for the "
-              "host, and --memory is the host's; ./build.sh --cuda or --vulkan makes one that has", file=sys.stderr)
+        print(
+            f"warning: -ngl {args.gpu_layers}: the build in use ({native.build_dir().name}) has no GPU, so all of it is planned for the "
+            "host, and --memory is the host's; ./build.sh --cuda or --vulkan makes one that has",
+            file=sys.stderr,
+        )
     geometry.warn_beyond(context.n_ctx, args.parallel)
     draft = Planner(args.model_draft, planner.dry) if args.model_draft else None
 
@@ -77,13 +123,26 @@ def run(args):
         for n_parallel in range(1, args.parallel + 1):
             step = CELL_PAD * (1 if args.kv_unified else n_parallel)
             for name, arm in arms.items():
-                largest[n_parallel, name] = largest_context(lambda n: plan_at(n, arm, n_parallel), args.memory, step,
-                                                            geometry.n_ctx_train * n_parallel)
+                largest[n_parallel, name] = largest_context(
+                    lambda n: plan_at(n, arm, n_parallel), args.memory, step, geometry.n_ctx_train * n_parallel
+                )
     if args.json:
-        found = [{"n_parallel": n, "plan": name, "n_ctx": found and found[0], "total_bytes": found and found[1].total_bytes}
-                 for (n, name), found in largest.items()]
-        print(json.dumps({"model": geometry.name, "n_ctx_train": geometry.n_ctx_train, "memory_bytes": args.memory, "largest": found,
-                          "plans": {name: plan.to_dict() for name, plan in plans.items()}}, indent=2))
+        found = [
+            {"n_parallel": n, "plan": name, "n_ctx": found and found[0], "total_bytes": found and found[1].total_bytes}
+            for (n, name), found in largest.items()
+        ]
+        print(
+            json.dumps(
+                {
+                    "model": geometry.name,
+                    "n_ctx_train": geometry.n_ctx_train,
+                    "memory_bytes": args.memory,
+                    "largest": found,
+                    "plans": {name: plan.to_dict() for name, plan in plans.items()},
+                },
+                indent=2,
+            )
+        )
         return
     console = Console(highlight=False, **({} if sys.stdout.isatty() else {"width": 200}))
     show(console, geometry, plans)
@@ -104,8 +163,15 @@ def show(console, geometry, plans):
     """The table of bytes, and what is not in it."""
     first = next(iter(plans.values()))
     n_slots = first.context.n_parallel
-    slots = "1 slot" if n_slots == 1 else (f"{n_slots} slots that share them" if first.context.kv_unified
-                                           else f"{n_slots} slots of {first.footprint.n_ctx_seq}")
+    slots = (
+        "1 slot"
+        if n_slots == 1
+        else (
+            f"{n_slots} slots that share them"
+            if first.context.kv_unified
+            else f"{n_slots} slots of {first.footprint.n_ctx_seq}"
+        )
+    )
     table = _table(f"{geometry.name}, -c {first.footprint.n_ctx}, {slots}, MiB")
     for heading in ("device", "", *plans):
         table.add_column(heading, justify="left" if heading in ("device", "") else "right")
@@ -126,18 +192,32 @@ def show(console, geometry, plans):
         for (_, line), cells in sorted(rows.items(), key=lambda row: row[0][0]):
             table.add_row(device, line, *[f"{cells[i] / MIB:,.2f}" if i in cells else "" for i in range(len(plans))])
     table.add_section()
-    table.add_row("total" + ("" if n_slots == 1 else ", all slots"), "", *[f"{plan.total_bytes / MIB:,.2f}" for plan in plans.values()])
+    table.add_row(
+        "total" + ("" if n_slots == 1 else ", all slots"),
+        "",
+        *[f"{plan.total_bytes / MIB:,.2f}" for plan in plans.values()],
+    )
     table.add_row("KV of the layers that take windows", "", *[f"{plan.kv_bytes / MIB:,.2f}" for plan in plans.values()])
     console.print(table)
     if first.unknown:
         console.print(f"not in the total, because only a dry run can tell: {', '.join(first.unknown)}")
     console.print("not in the total, because they fill as requests come, on the host:")
     if any(plan.checkpoint_bytes for plan in plans.values()):
-        each = ", ".join(f"{plan.checkpoint_bytes / MIB:,.2f} MiB ({name})" for name, plan in plans.items() if plan.checkpoint_bytes)
-        console.print(f"  context checkpoints, up to {CHECKPOINTS} per slot (--ctx-checkpoints); each takes {each}", soft_wrap=True)
-    console.print(f"  the cache of earlier prompts, up to {PROMPT_CACHE_BYTES / MIB:,.0f} MiB (--cache-ram), and for a moment one prompt more", soft_wrap=True)
+        each = ", ".join(
+            f"{plan.checkpoint_bytes / MIB:,.2f} MiB ({name})" for name, plan in plans.items() if plan.checkpoint_bytes
+        )
+        console.print(
+            f"  context checkpoints, up to {CHECKPOINTS} per slot (--ctx-checkpoints); each takes {each}",
+            soft_wrap=True,
+        )
+    console.print(
+        f"  the cache of earlier prompts, up to {PROMPT_CACHE_BYTES / MIB:,.0f} MiB (--cache-ram), and for a moment one prompt more",
+        soft_wrap=True,
+    )
     if any(plan.checkpoint_bytes and plan.checkpoint_bytes < HEAP_BYTES for plan in plans.values()):
-        console.print("  a third more of both: so small, they lie in the C library's heap and leave gaps there", soft_wrap=True)
+        console.print(
+            "  a third more of both: so small, they lie in the C library's heap and leave gaps there", soft_wrap=True
+        )
 
 
 def show_largest(console, geometry, largest, limits, plans):

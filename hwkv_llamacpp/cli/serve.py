@@ -3,22 +3,28 @@
 import os
 import sys
 
-from ..runtime import native
-from ..gguf.embed import chosen_policy
 from ..errors import HwkvError
+from ..gguf.embed import chosen_policy
 from ..gguf.geometry import ModelGeometry
+from ..runtime import native
 
 ENVIRONMENT = "LLAMA_ARG_HWKV_POLICY"
 
 
 def add_arguments(parser):
-    parser.description = ("Runs llama-server of the native build on a model. Everything after -- goes to llama-server as it is; "
-                          "stop it with Ctrl-C. It gets one slot (-np 1), where llama-server alone would make four, unless -np or "
-                          "--parallel stands after -- or LLAMA_ARG_N_PARALLEL is set: every slot keeps windows of its own.")
+    parser.description = (
+        "Runs llama-server of the native build on a model. Everything after -- goes to llama-server as it is; "
+        "stop it with Ctrl-C. It gets one slot (-np 1), where llama-server alone would make four, unless -np or "
+        "--parallel stands after -- or LLAMA_ARG_N_PARALLEL is set: every slot keeps windows of its own."
+    )
     parser.epilog = "example:\n  hwkv serve model-hwkv.gguf -- -c 32768 -ngl 99 --port 8080"
     parser.add_argument("model", metavar="MODEL", help="GGUF file")
-    parser.add_argument("--policy", metavar="P", help='policy JSON, a GGUF with an embedded policy, "embedded" or "off" '
-                                                      f"(default: ${ENVIRONMENT}, else the policy in MODEL, if it has one)")
+    parser.add_argument(
+        "--policy",
+        metavar="P",
+        help='policy JSON, a GGUF with an embedded policy, "embedded" or "off" '
+        f"(default: ${ENVIRONMENT}, else the policy in MODEL, if it has one)",
+    )
     parser.usage = "hwkv serve MODEL [--policy P] [-- FLAGS OF llama-server]"
 
     # argparse hands no words to a positional once an option came between: cut at the -- here
@@ -29,7 +35,7 @@ def add_arguments(parser):
         namespace, unknown = parse(words[:at], namespace)
         if unknown:
             parser.error(f"{' '.join(unknown)}: flags of llama-server go after --, as in hwkv serve MODEL -- -c 32768")
-        namespace.flags = words[at + 1:]
+        namespace.flags = words[at + 1 :]
         return namespace, unknown
 
     parser.parse_known_args = parse_before_dashes

@@ -14,7 +14,14 @@ def of_model(path, progress=False):
     """64 hex digits. progress: a bar, if it takes more than two seconds."""
     found = hashlib.sha256()
     paths = shards(path)
-    with tqdm(total=sum(p.stat().st_size for p in paths), unit="B", unit_scale=True, desc="hash", delay=2, disable=not progress) as bar:
+    with tqdm(
+        total=sum(p.stat().st_size for p in paths),
+        unit="B",
+        unit_scale=True,
+        desc="hash",
+        delay=2,
+        disable=not progress,
+    ) as bar:
         for shard in paths:
             with open(shard, "rb") as file:
                 while block := file.read(1 << 24):

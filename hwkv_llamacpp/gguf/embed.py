@@ -16,20 +16,20 @@ from tqdm import tqdm
 
 from ..base.atomic import check_target, replacing
 from ..errors import HwkvError
-from .geometry import ModelGeometry
-from .file import MAGIC, SHARD_NAME, GGUFFile, open_first_shard, shard_name
 from ..policy.policy import Policy, parse_json, to_line
+from .file import MAGIC, SHARD_NAME, GGUFFile, open_first_shard, shard_name
+from .geometry import ModelGeometry
 
 # The same names stand in native/src/llama-hwkv-policy.cpp; a test compares them.
 PREFIX = "hwkv."
-KEY_VERSION = "hwkv.version"          # u32
-KEY_N_SINK = "hwkv.n_sink"            # u32
-KEY_LAYERS = "hwkv.layers"            # i32[]
+KEY_VERSION = "hwkv.version"  # u32
+KEY_N_SINK = "hwkv.n_sink"  # u32
+KEY_LAYERS = "hwkv.layers"  # i32[]
 KEY_HEAD_COUNTS = "hwkv.head_counts"  # i32[], windows per listed layer
-KEY_WINDOWS = "hwkv.windows"          # i32[], rows of the listed layers one after another, -1 is full
-KEY_SUMMARY = "hwkv.summary"          # string, for people
-KEY_MODEL = "hwkv.model"              # string, JSON; optional
-KEY_PROVENANCE = "hwkv.provenance"    # string, JSON; optional
+KEY_WINDOWS = "hwkv.windows"  # i32[], rows of the listed layers one after another, -1 is full
+KEY_SUMMARY = "hwkv.summary"  # string, for people
+KEY_MODEL = "hwkv.model"  # string, JSON; optional
+KEY_PROVENANCE = "hwkv.provenance"  # string, JSON; optional
 
 VERSION = 1
 FULL_WINDOW = -1
@@ -61,13 +61,26 @@ def embed(model_path, policy, out_path, *, force=False, link_shards=False, progr
                 raise HwkvError(f"{shard.path}: is not shard {no + 1} of {len(sources)}")
         for shard in (first, *others):
             if shard.tensors and not shard.has_data:
-                raise HwkvError(f"{shard.path}: truncated: it lists {len(shard.tensors)} tensors, but ends with its header"
-                                f" at {shard.size:,} bytes")
+                raise HwkvError(
+                    f"{shard.path}: truncated: it lists {len(shard.tensors)} tensors, but ends with its header"
+                    f" at {shard.size:,} bytes"
+                )
 
         total = sum(shard.size for shard in (first, *others))
-        bar = stack.enter_context(tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc=targets[0].name,
-                                       disable=None if progress and total > PROGRESS_BYTES else True, leave=False))
-        new = [target for target in targets if not target.exists()] if others else []  # a single file is there whole or not at all
+        bar = stack.enter_context(
+            tqdm(
+                total=total,
+                unit="B",
+                unit_scale=True,
+                unit_divisor=1024,
+                desc=targets[0].name,
+                disable=None if progress and total > PROGRESS_BYTES else True,
+                leave=False,
+            )
+        )
+        new = (
+            [target for target in targets if not target.exists()] if others else []
+        )  # a single file is there whole or not at all
         try:
             with ExitStack() as complete:  # every shard is written before one takes its name
                 out = complete.enter_context(replacing(targets[0], force))
@@ -117,6 +130,7 @@ def has_policy(file):
 
 # hwkv.* keys
 
+
 def _encode(policy, geometry):
     """The keys of a policy, as (key, bytes) in the order they are written."""
     rows = policy.layers.values()
@@ -144,8 +158,10 @@ def _decode(file):
         raise HwkvError(f"{file.path}: key '{KEY_VERSION}' is {version}, {VERSION} expected")
     layers, counts, windows = (_read(file, key, list) for key in (KEY_LAYERS, KEY_HEAD_COUNTS, KEY_WINDOWS))
     if len(counts) != len(layers) or sum(counts) != len(windows):
-        raise HwkvError(f"{file.path}: key '{KEY_HEAD_COUNTS}' has {len(counts)} counts that sum to {sum(counts)},"
-                        f" {len(layers)} that sum to {len(windows)} expected")
+        raise HwkvError(
+            f"{file.path}: key '{KEY_HEAD_COUNTS}' has {len(counts)} counts that sum to {sum(counts)},"
+            f" {len(layers)} that sum to {len(windows)} expected"
+        )
     if any(n < 1 for n in counts):
         raise HwkvError(f"{file.path}: key '{KEY_HEAD_COUNTS}' holds {min(counts)}, at least 1 expected")
     if len(set(layers)) != len(layers):
@@ -155,7 +171,7 @@ def _decode(file):
     rows, pos = {}, 0
     for il, n in zip(layers, counts):
         # 0 is no window: Policy refuses it, as it refuses what lies below -1
-        rows[il] = tuple(None if w == FULL_WINDOW else w for w in windows[pos:pos + n])
+        rows[il] = tuple(None if w == FULL_WINDOW else w for w in windows[pos : pos + n])
         pos += n
     try:
         return Policy(rows, n_sink, model, provenance)
@@ -167,8 +183,10 @@ def _read(file, key, type_):
     value = file.get(key)
     items = value if isinstance(value, list) else [value]
     if not isinstance(value, type_) or not all(type(x) is int for x in items):
-        raise HwkvError(f"{file.path}: key '{key}' is {'missing' if value is None else 'of another type'},"
-                        f" {'integers' if type_ is list else 'an integer'} expected")
+        raise HwkvError(
+            f"{file.path}: key '{key}' is {'missing' if value is None else 'of another type'},"
+            f" {'integers' if type_ is list else 'an integer'} expected"
+        )
     return value
 
 
@@ -204,6 +222,7 @@ def _string(text):
 
 # files
 
+
 def _write_with_policy(source, added, out, bar):
     kept = _kept(source)
     header = [MAGIC, struct.pack("<IQQ", source.version, source.n_tensors, len(kept) + len(added))]
@@ -226,7 +245,8 @@ def _check_written(out, source, policy):
         equal = (
             _decode(written) == policy
             and written.tensors == source.tensors
-            and [written.raw(x.start, x.end) for x in _kept(written)] == [source.raw(x.start, x.end) for x in _kept(source)]
+            and [written.raw(x.start, x.end) for x in _kept(written)]
+            == [source.raw(x.start, x.end) for x in _kept(source)]
             and (not source.has_data or written.size - written.data_start == source.size - source.data_start)
         )
     if not equal:
@@ -262,7 +282,7 @@ def _copy_bytes(source, start, end, out, bar):
                     raise HwkvError(f"{source.path}: truncated while it was read: {source.size:,} bytes expected")
                 view = memoryview(data)
                 while view:
-                    view = view[os.write(out.fileno(), view):]
+                    view = view[os.write(out.fileno(), view) :]
             pos += n
             bar.update(n)
         out.seek(0, os.SEEK_END)
@@ -273,7 +293,9 @@ def _target_paths(path, n_shards):
         return [path]
     match = SHARD_NAME.match(path.name)
     if match and (int(match["no"]) != 1 or int(match["count"]) != n_shards):
-        raise HwkvError(f"{path}: the model has {n_shards} shards: give a name that ends in -00001-of-{n_shards:05d}.gguf, or a prefix")
+        raise HwkvError(
+            f"{path}: the model has {n_shards} shards: give a name that ends in -00001-of-{n_shards:05d}.gguf, or a prefix"
+        )
     prefix = match["prefix"] if match else path.name.removesuffix(".gguf")
     return [path.with_name(shard_name(prefix, no, n_shards)) for no in range(n_shards)]
 

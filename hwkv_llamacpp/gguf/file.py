@@ -24,11 +24,16 @@ MAX_ARRAY_DEPTH = 4
 
 # value type -> struct code of one element; strings and arrays are walked instead
 SCALARS = {
-    GGUFValueType.UINT8: "B", GGUFValueType.INT8: "b",
-    GGUFValueType.UINT16: "H", GGUFValueType.INT16: "h",
-    GGUFValueType.UINT32: "I", GGUFValueType.INT32: "i",
-    GGUFValueType.UINT64: "Q", GGUFValueType.INT64: "q",
-    GGUFValueType.FLOAT32: "f", GGUFValueType.FLOAT64: "d",
+    GGUFValueType.UINT8: "B",
+    GGUFValueType.INT8: "b",
+    GGUFValueType.UINT16: "H",
+    GGUFValueType.INT16: "h",
+    GGUFValueType.UINT32: "I",
+    GGUFValueType.INT32: "i",
+    GGUFValueType.UINT64: "Q",
+    GGUFValueType.INT64: "q",
+    GGUFValueType.FLOAT32: "f",
+    GGUFValueType.FLOAT64: "d",
     GGUFValueType.BOOL: "?",
 }
 
@@ -40,9 +45,9 @@ class Field:
     key: str
     type: GGUFValueType
     item_type: GGUFValueType | None  # of arrays
-    length: int                      # items of an array, 1 otherwise
-    start: int                       # of the key's length field
-    value: int                       # of the first item
+    length: int  # items of an array, 1 otherwise
+    start: int  # of the key's length field
+    value: int  # of the first item
     end: int
 
     @property
@@ -55,7 +60,7 @@ class TensorInfo:
     name: str
     shape: tuple[int, ...]  # ggml order: ne[0] first
     type: int
-    offset: int             # bytes from the start of the tensor data
+    offset: int  # bytes from the start of the tensor data
 
     @property
     def n_bytes(self):
@@ -228,7 +233,7 @@ class GGUFFile:
     def _string(self, pos):
         (length,) = self._unpack("Q", pos)
         end = self._inside(pos + 8 + length)
-        return self._map[pos + 8:end].decode("utf-8", "replace"), end
+        return self._map[pos + 8 : end].decode("utf-8", "replace"), end
 
     def _unpack(self, code, pos):
         return struct.unpack_from("<" + code, self._map, pos)

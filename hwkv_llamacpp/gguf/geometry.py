@@ -50,11 +50,11 @@ class Layer:
 class ModelGeometry:
     architecture: str
     name: str
-    n_layer: int            # every block, next-token-prediction blocks included
+    n_layer: int  # every block, next-token-prediction blocks included
     n_embd: int
     n_vocab: int
     n_ctx_train: int
-    n_swa: int              # the model's own trained window, 0 without
+    n_swa: int  # the model's own trained window, 0 without
     layers: tuple[Layer, ...]
     refusal: str | None = None  # why the model as a whole takes no policy
 
@@ -78,22 +78,30 @@ class ModelGeometry:
     @property
     def fingerprint(self):
         """64 hex digits, the same for every quantisation of a model."""
-        lines = [f"hwkv-geometry 1 {self.architecture} n_layer={self.n_layer} n_embd={self.n_embd} "
-                 f"n_vocab={self.n_vocab} n_ctx_train={self.n_ctx_train}"]
-        lines += [f"{x.layer} {x.kind} {x.n_head} {x.n_head_kv} {x.head_dim_k} {x.head_dim_v}"
-                  for x in self.layers]
+        lines = [
+            f"hwkv-geometry 1 {self.architecture} n_layer={self.n_layer} n_embd={self.n_embd} "
+            f"n_vocab={self.n_vocab} n_ctx_train={self.n_ctx_train}"
+        ]
+        lines += [f"{x.layer} {x.kind} {x.n_head} {x.n_head_kv} {x.head_dim_k} {x.head_dim_v}" for x in self.layers]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def warn_beyond(self, n_ctx, n_parallel=1):
         """Says on stderr if n_ctx tokens for n_parallel slots are more than the model was trained for."""
         if n_ctx > self.n_ctx_train * n_parallel:
-            print(f"warning: the context of {n_ctx} tokens is larger than the model was trained for ({self.n_ctx_train}): "
-                  "llama-server would cap its slots", file=sys.stderr)
+            print(
+                f"warning: the context of {n_ctx} tokens is larger than the model was trained for ({self.n_ctx_train}): "
+                "llama-server would cap its slots",
+                file=sys.stderr,
+            )
 
     def describe(self):
         """The "model" object of a policy file."""
-        return {"architecture": self.architecture, "name": self.name, "n_layer": self.n_layer,
-                "fingerprint": self.fingerprint}
+        return {
+            "architecture": self.architecture,
+            "name": self.name,
+            "n_layer": self.n_layer,
+            "fingerprint": self.fingerprint,
+        }
 
 
 # The table of architectures.
@@ -118,12 +126,12 @@ class Period:
     """Sliding windows on all but every n-th layer."""
 
     n: int
-    dense_first: bool = False      # the dense layer opens the period instead of closing it
-    optional: bool = False         # no sliding_window key, or 0: every layer is dense
-    window: int | None = None      # used when the file gives none (or always, with fixed)
-    fixed: bool = False            # the window in the file only switches
-    n_layer: int | None = None     # slides only in the model of this many layers
-    default_on: bool = False       # with optional: a missing key means on, only 0 means off
+    dense_first: bool = False  # the dense layer opens the period instead of closing it
+    optional: bool = False  # no sliding_window key, or 0: every layer is dense
+    window: int | None = None  # used when the file gives none (or always, with fixed)
+    fixed: bool = False  # the window in the file only switches
+    n_layer: int | None = None  # slides only in the model of this many layers
+    default_on: bool = False  # with optional: a missing key means on, only 0 means off
 
 
 @dataclass(frozen=True)
@@ -135,11 +143,11 @@ class Interval:
 class Arch:
     swa: Period | str | None = None
     recurrent: Interval | str | None = None
-    mla: bool = False                    # reads the multi-head latent attention keys
+    mla: bool = False  # reads the multi-head latent attention keys
     n_layer_kv: int | str | None = None  # layers from this one on reuse earlier KV; "shared": told by the file
-    alibi: bool | int | str = False      # True: always; a number: with that many layers; "key": told by the file
-    loops: bool = False                  # num_loops repeats the stack, each repeat with its own KV
-    refusal: str | None = None           # why the whole model takes no policy
+    alibi: bool | int | str = False  # True: always; a number: with that many layers; "key": told by the file
+    loops: bool = False  # num_loops repeats the stack, each repeat with its own KV
+    refusal: str | None = None  # why the whole model takes no policy
 
 
 ENCODER = Arch(refusal="its attention is not causal, so it keeps no KV cache")
@@ -148,19 +156,84 @@ SPARSE = "its sparse attention keeps an index of its own beside the KV cache"
 
 ARCHITECTURES = {
     # every layer is global attention
-    **dict.fromkeys((
-        "apertus", "arcee", "arctic", "bailingmoe", "bailingmoe2", "bitnet", "chameleon", "chatglm",
-        "codeshell", "cogvlm", "command-r", "dbrx", "deci", "deepseek", "deepseek2-ocr", "dots1",
-        "ernie4_5", "ernie4_5-moe", "exaone", "falcon", "gemma", "glm4", "glm4moe", "gpt2", "gptneox",
-        "granite", "granitemoe", "grok", "grovemoe", "hrm_text", "hunyuan-dense", "hunyuan-moe",
-        "hunyuan_vl", "hy_v3", "internlm2", "jais2", "llama", "llama-embed", "maincoder", "minicpm",
-        "minicpm3", "minimax-m2", "mistral3", "nemotron", "olmo", "olmoe", "openelm", "orion",
-        "paddleocr", "pangu-embedded", "phi2", "phi3", "phimoe", "plamo", "plm", "pockettts", "qwen",
-        "qwen2", "qwen2moe", "qwen2vl", "qwen3", "qwen3moe", "qwen3tts", "qwen3vl", "qwen3vlmoe",
-        "seed_oss", "smollm3", "stablelm", "starcoder", "starcoder2", "talkie", "xverse",
-    ), Arch()),
+    **dict.fromkeys(
+        (
+            "apertus",
+            "arcee",
+            "arctic",
+            "bailingmoe",
+            "bailingmoe2",
+            "bitnet",
+            "chameleon",
+            "chatglm",
+            "codeshell",
+            "cogvlm",
+            "command-r",
+            "dbrx",
+            "deci",
+            "deepseek",
+            "deepseek2-ocr",
+            "dots1",
+            "ernie4_5",
+            "ernie4_5-moe",
+            "exaone",
+            "falcon",
+            "gemma",
+            "glm4",
+            "glm4moe",
+            "gpt2",
+            "gptneox",
+            "granite",
+            "granitemoe",
+            "grok",
+            "grovemoe",
+            "hrm_text",
+            "hunyuan-dense",
+            "hunyuan-moe",
+            "hunyuan_vl",
+            "hy_v3",
+            "internlm2",
+            "jais2",
+            "llama",
+            "llama-embed",
+            "maincoder",
+            "minicpm",
+            "minicpm3",
+            "minimax-m2",
+            "mistral3",
+            "nemotron",
+            "olmo",
+            "olmoe",
+            "openelm",
+            "orion",
+            "paddleocr",
+            "pangu-embedded",
+            "phi2",
+            "phi3",
+            "phimoe",
+            "plamo",
+            "plm",
+            "pockettts",
+            "qwen",
+            "qwen2",
+            "qwen2moe",
+            "qwen2vl",
+            "qwen3",
+            "qwen3moe",
+            "qwen3tts",
+            "qwen3vl",
+            "qwen3vlmoe",
+            "seed_oss",
+            "smollm3",
+            "stablelm",
+            "starcoder",
+            "starcoder2",
+            "talkie",
+            "xverse",
+        ),
+        Arch(),
+    ),
     "nanbeige": Arch(loops=True),
-
     # sliding windows on most layers
     "afmoe": Arch(swa=Period(4, optional=True)),
     "cohere2": Arch(swa=Period(4)),
@@ -184,7 +257,6 @@ ARCHITECTURES = {
     "smallthinker": Arch(swa=Period(4, dense_first=True, optional=True, window=4096, fixed=True)),
     "spark2_5": Arch(swa=LISTED),
     "step35": Arch(swa=LISTED),
-
     # recurrent layers between attention layers
     "falcon-h1": Arch(recurrent=PARALLEL),
     "granitehybrid": Arch(recurrent=NO_KV_HEADS),
@@ -198,32 +270,45 @@ ARCHITECTURES = {
     "qwen35": Arch(recurrent=Interval(4)),
     "qwen35moe": Arch(recurrent=Interval(4)),
     "qwen3next": Arch(recurrent=Interval(4)),
-
     # recurrent layers only
     **dict.fromkeys(("arwkv7", "mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7"), Arch(recurrent=ALL)),
-
     # latent attention where the file has its keys: one latent per token instead of KV heads
     "bailingmoe3": Arch(recurrent=NO_KV_HEADS, mla=True),
     "deepseek2": Arch(mla=True),
     "kimi-k3": Arch(recurrent=NO_KV_HEADS, mla=True),
     "kimi-linear": Arch(recurrent=NO_KV_HEADS, mla=True),
     "mistral4": Arch(mla=True),
-
     # positions as biases whose slope follows the head's index
     "baichuan": Arch(alibi=40),
     "bloom": Arch(alibi=True),
     "jais": Arch(alibi="key"),
     "mpt": Arch(alibi="key"),
     "refact": Arch(alibi=True),
-
     # refused whatever the file says
-    **dict.fromkeys((
-        "bert", "dream", "eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3", "llada", "llada-moe",
-        "modern-bert", "neo-bert", "nomic-bert", "nomic-bert-moe", "rnd1", "wavtokenizer-dec",
-    ), ENCODER),
+    **dict.fromkeys(
+        (
+            "bert",
+            "dream",
+            "eurobert",
+            "gemma-embedding",
+            "jina-bert-v2",
+            "jina-bert-v3",
+            "llada",
+            "llada-moe",
+            "modern-bert",
+            "neo-bert",
+            "nomic-bert",
+            "nomic-bert-moe",
+            "rnd1",
+            "wavtokenizer-dec",
+        ),
+        ENCODER,
+    ),
     **dict.fromkeys(("dflash", "eagle3", "gemma4-assistant"), DRAFT),
-    **dict.fromkeys(("t5", "t5encoder"), Arch(
-        refusal="its decoder adds position buckets and cross attention to the KV cache's attention")),
+    **dict.fromkeys(
+        ("t5", "t5encoder"),
+        Arch(refusal="its decoder adds position buckets and cross attention to the KV cache's attention"),
+    ),
     "deepseek32": Arch(refusal=SPARSE),
     "deepseek4": Arch(refusal=SPARSE),
     "dots3note": Arch(refusal=SPARSE),
@@ -270,7 +355,9 @@ class Keys:
         if not isinstance(value, list):
             return [self.number(name, default)] * n
         if len(value) != n:
-            raise HwkvError(f"{self.file.path}: key '{key}' has {len(value)} values, one for each of {n} blocks expected")
+            raise HwkvError(
+                f"{self.file.path}: key '{key}' has {len(value)} values, one for each of {n} blocks expected"
+            )
         return self._numbers(key, value)
 
     def pattern(self, name, n, required=False):
@@ -313,8 +400,10 @@ def _read_geometry(file):
     n_all = keys.number("block_count")
     n_nextn = keys.number("nextn_predict_layers", 0)
     if not 0 < n_all <= MAX_LAYERS or n_nextn > n_all:
-        raise HwkvError(f"{file.path}: key '{architecture}.block_count' is {n_all}"
-                        f" ({n_nextn} of them for next-token prediction), 1 to {MAX_LAYERS} expected")
+        raise HwkvError(
+            f"{file.path}: key '{architecture}.block_count' is {n_all}"
+            f" ({n_nextn} of them for next-token prediction), 1 to {MAX_LAYERS} expected"
+        )
     n_layer = n_all - n_nextn
 
     n_head = keys.per_layer("attention.head_count", n_all)
@@ -330,7 +419,9 @@ def _read_geometry(file):
     if arch.loops and (n_loops := keys.number("num_loops", 1)) > 1:
         if n_layer * n_loops > MAX_LAYERS:
             raise HwkvError(f"{file.path}: {n_layer} layers repeated {n_loops} times are more than {MAX_LAYERS}")
-        n_head, n_head_kv, n_ff, swa, recurrent = (x[:n_layer] * n_loops for x in (n_head, n_head_kv, n_ff, swa, recurrent))
+        n_head, n_head_kv, n_ff, swa, recurrent = (
+            x[:n_layer] * n_loops for x in (n_head, n_head_kv, n_ff, swa, recurrent)
+        )
         n_all = n_layer * n_loops
         n_layer = n_all - n_nextn
     n_main = n_layer or n_all  # a file of next-token-prediction blocks only attends to them
@@ -339,8 +430,10 @@ def _read_geometry(file):
     if n_layer_kv == "shared":
         n_layer_kv = n_all - keys.number("attention.shared_kv_layers", 0)
     if n_layer_kv is not None and n_layer_kv < 2:
-        raise HwkvError(f"{file.path}: key '{architecture}.attention.shared_kv_layers' leaves {max(n_layer_kv, 0)} layers"
-                        " with KV of their own, at least 2 expected")
+        raise HwkvError(
+            f"{file.path}: key '{architecture}.attention.shared_kv_layers' leaves {max(n_layer_kv, 0)} layers"
+            " with KV of their own, at least 2 expected"
+        )
 
     refusal = arch.refusal or _refusal(keys, arch, n_layer)
 
@@ -367,8 +460,9 @@ def _read_geometry(file):
     if not refusal and not any(layer.kind == "attention" for layer in layers):
         refusal = "it has no layer with global attention"
 
-    return ModelGeometry(architecture, _name(file), n_all, n_embd, _n_vocab(file, keys), n_ctx_train, n_swa,
-                         tuple(layers), refusal)
+    return ModelGeometry(
+        architecture, _name(file), n_all, n_embd, _n_vocab(file, keys), n_ctx_train, n_swa, tuple(layers), refusal
+    )
 
 
 def _head_dims(keys, architecture, n_embd, n_head):
@@ -379,8 +473,10 @@ def _head_dims(keys, architecture, n_embd, n_head):
         v = keys.number("attention.value_length", n_embd // n_head[0])
     elif architecture == "plamo2":  # reads them again
         k, v = keys.number("attention.key_length", 0), keys.number("attention.value_length", 0)
-    return {False: (k, v),
-            True: (keys.number("attention.key_length_swa", k), keys.number("attention.value_length_swa", v))}
+    return {
+        False: (k, v),
+        True: (keys.number("attention.key_length_swa", k), keys.number("attention.value_length_swa", v)),
+    }
 
 
 def _sliding_layers(keys, rule, n_layer, n_all):
@@ -391,8 +487,10 @@ def _sliding_layers(keys, rule, n_layer, n_all):
     if rule == ATTENTION:
         return dense, keys.number("attention.sliding_window", 0)  # the caller knows the recurrent layers
     if rule == LISTED:
-        return (keys.pattern("attention.sliding_window_pattern", n_all, required=True),
-                keys.number("attention.sliding_window"))
+        return (
+            keys.pattern("attention.sliding_window_pattern", n_all, required=True),
+            keys.number("attention.sliding_window"),
+        )
 
     n_swa = keys.number("attention.sliding_window", 0 if rule.optional else rule.window)
     on = n_layer == rule.n_layer if rule.n_layer else not rule.optional or n_swa > 0
@@ -433,7 +531,9 @@ def _refusal(keys, arch, n_layer):
     """Why the model as a whole takes no policy, or None."""
     if arch.mla and keys.number("attention.key_length_mla", 0) and keys.number("attention.value_length_mla", 0):
         return "its latent attention (MLA) keeps one latent per token instead of KV heads"
-    alibi = {True: True, False: False, "key": keys.real("attention.max_alibi_bias") > 0}.get(arch.alibi, n_layer == arch.alibi)
+    alibi = {True: True, False: False, "key": keys.real("attention.max_alibi_bias") > 0}.get(
+        arch.alibi, n_layer == arch.alibi
+    )
     if alibi:
         return "its ALiBi slopes follow the head's index, which grouped attention changes"
     if not keys.flag("attention.causal", True):

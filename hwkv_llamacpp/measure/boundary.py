@@ -13,7 +13,7 @@ OK, OUT_OF_MEMORY = "ok", "out of memory"
 
 @dataclass(frozen=True)
 class Boundary:
-    last_success: int | None   # n_ctx; None: nothing fits
+    last_success: int | None  # n_ctx; None: nothing fits
     first_failure: int | None  # n_ctx; None: everything up to the highest fits
     confirmed: bool
     note: str
@@ -43,8 +43,12 @@ def scan(highest, guess, grid=GRID, lowest=1):
         elif status == OUT_OF_MEMORY:
             high, failed = n, True
         else:
-            return Boundary(low * grid if fits else None, high * grid if failed else None, False,
-                            f"no boundary: at {n * grid:,} tokens the server ended otherwise, twice ({status})")
+            return Boundary(
+                low * grid if fits else None,
+                high * grid if failed else None,
+                False,
+                f"no boundary: at {n * grid:,} tokens the server ended otherwise, twice ({status})",
+            )
         if fits and failed:
             n = (low + high) // 2
         else:

@@ -18,18 +18,18 @@ from pathlib import Path
 
 import requests
 
-from ..gguf import digest
-from ..plan import dry_run
-from . import ending, machine
-from ..runtime import native
+from ..base.names import as_text
 from ..cli.demo import diary
 from ..errors import HwkvError
-from .memory_limit import memory_group
-from ..base.names import as_text
+from ..gguf import digest
+from ..plan import dry_run
 from ..policy.policy import Policy
+from ..runtime import native
+from ..runtime.server import LlamaServer, ServerOptions
+from . import ending, machine
+from .memory_limit import memory_group
 from .records import Row
 from .sampler import MemorySampler
-from ..runtime.server import LlamaServer, ServerOptions
 
 MIB = 2**20
 # nothing but the context may take memory; the log tells what each buffer takes
@@ -43,7 +43,7 @@ class Arm:
 
     name: str
     upstream: bool = False
-    path: Path | None = None      # policy file; None: no policy
+    path: Path | None = None  # policy file; None: no policy
     policy: Policy | None = None  # its content, None where every head is full
 
 
@@ -59,9 +59,9 @@ class Settings:
     n_gpu_layers: int | None = None
     type_k: str = "f16"
     type_v: str = "f16"
-    load_mode: str = "none"       # mapped weights are file pages, which neither the kernel's limit nor a fair peak counts
+    load_mode: str = "none"  # mapped weights are file pages, which neither the kernel's limit nor a fair peak counts
     start_timeout_s: float = 600
-    timeout_s: float = 3600       # of the whole request
+    timeout_s: float = 3600  # of the whole request
     memory_limit_bytes: int | None = None
 
     def options(self, arm, n_ctx, geometry):
@@ -70,10 +70,22 @@ class Settings:
         if n_ctx > geometry.n_ctx_train:  # llama-server caps slots at the trained context
             extra += ["--override-kv", f"{geometry.architecture}.context_length=int:{n_ctx}"]
         return ServerOptions(
-            model=self.model, policy=None if arm.upstream else arm.path or "off", n_ctx=n_ctx, n_batch=self.n_batch,
-            n_ubatch=self.n_ubatch, n_parallel=1, n_threads=self.n_threads, n_gpu_layers=self.n_gpu_layers, flash_attn="on",
-            type_k=self.type_k, type_v=self.type_v, extra=tuple(extra), environment={"GGML_NO_BACKTRACE": "1"}, upstream=arm.upstream,
-            start_timeout_s=self.start_timeout_s)
+            model=self.model,
+            policy=None if arm.upstream else arm.path or "off",
+            n_ctx=n_ctx,
+            n_batch=self.n_batch,
+            n_ubatch=self.n_ubatch,
+            n_parallel=1,
+            n_threads=self.n_threads,
+            n_gpu_layers=self.n_gpu_layers,
+            flash_attn="on",
+            type_k=self.type_k,
+            type_v=self.type_v,
+            extra=tuple(extra),
+            environment={"GGML_NO_BACKTRACE": "1"},
+            upstream=arm.upstream,
+            start_timeout_s=self.start_timeout_s,
+        )
 
 
 def measure(kind, arm, n_ctx, settings, geometry, *, round_=0, step=None, gpus=None, plan=None, log_path=None):
@@ -103,18 +115,34 @@ def describe(kind, arm, n_ctx, settings, geometry, round_=0, step=None):
     row.commit, row.machine = machine.commit(), machine.machine()
     vars(row).update(machine.build(arm.upstream))
     row.build_pair = machine.build_pair()
-    row.model, row.model_bytes = as_text(settings.model.name), sum(path.stat().st_size for path in digest.shards(settings.model))
+    row.model, row.model_bytes = (
+        as_text(settings.model.name),
+        sum(path.stat().st_size for path in digest.shards(settings.model)),
+    )
     row.model_sha256, row.n_ctx_train = digest.of_model(settings.model), geometry.n_ctx_train
     row.policy = as_text(arm.path.name) if policy else None
     row.policy_fingerprint = policy.fingerprint(geometry.n_layer) if policy else None
     row.n_sink = policy.n_sink if policy else 0
     row.retention = policy.retention(n_ctx, geometry) if policy else 1.0
-    row.kv_layers = [[x.layer, (x.head_dim_k + x.head_dim_v) * 2, list(policy.row(x) if policy else (None,) * x.n_head_kv)]
-                     for x in geometry.configurable]
-    row.arguments = [as_text(Path(word).name) if "/" in word else word for word in settings.options(arm, n_ctx, geometry).arguments()]
-    row.settings = {"n_predict": settings.n_predict, "n_batch": settings.n_batch, "n_ubatch": settings.n_ubatch,
-                    "n_threads": settings.n_threads, "n_gpu_layers": settings.n_gpu_layers, "type_k": settings.type_k,
-                    "type_v": settings.type_v, "flash_attn": True, "n_parallel": 1, "load_mode": settings.load_mode}
+    row.kv_layers = [
+        [x.layer, (x.head_dim_k + x.head_dim_v) * 2, list(policy.row(x) if policy else (None,) * x.n_head_kv)]
+        for x in geometry.configurable
+    ]
+    row.arguments = [
+        as_text(Path(word).name) if "/" in word else word for word in settings.options(arm, n_ctx, geometry).arguments()
+    ]
+    row.settings = {
+        "n_predict": settings.n_predict,
+        "n_batch": settings.n_batch,
+        "n_ubatch": settings.n_ubatch,
+        "n_threads": settings.n_threads,
+        "n_gpu_layers": settings.n_gpu_layers,
+        "type_k": settings.type_k,
+        "type_v": settings.type_v,
+        "flash_attn": True,
+        "n_parallel": 1,
+        "load_mode": settings.load_mode,
+    }
     row.memory_limit_bytes = settings.memory_limit_bytes
     return row
 
@@ -175,7 +203,13 @@ class _Case:
         last = None
         with self._deadline():
             prompt = prompt_tokens(server, row.n_ctx - n_predict)
-            body = {"prompt": prompt, "n_predict": n_predict, "ignore_eos": True, "cache_prompt": False, "temperature": 0}
+            body = {
+                "prompt": prompt,
+                "n_predict": n_predict,
+                "ignore_eos": True,
+                "cache_prompt": False,
+                "temperature": 0,
+            }
             for piece in server.stream("/completion", body, self.settings.timeout_s):
                 if row.phase == "prefill" and piece.get("tokens"):
                     row.phase = "decode"
@@ -184,8 +218,10 @@ class _Case:
         if timings:
             row.take_timings(timings)
         if not timings or (row.n_prefill, row.n_cached, row.n_decode) != (len(prompt), 0, n_predict):
-            raise HwkvError(f"{len(prompt)} prompt tokens and {n_predict} generated ones expected, llama-server reports "
-                            f"{row.n_prefill} (and {row.n_cached} from a cache) and {row.n_decode}")
+            raise HwkvError(
+                f"{len(prompt)} prompt tokens and {n_predict} generated ones expected, llama-server reports "
+                f"{row.n_prefill} (and {row.n_cached} from a cache) and {row.n_decode}"
+            )
 
     def _props(self):
         """What a grouped cache holds, to the byte; asked before the prompt, which the server may not survive."""
@@ -198,6 +234,7 @@ class _Case:
     @contextlib.contextmanager
     def _deadline(self):
         """Kills the server when the request takes too long: a hang never outlives the timeout."""
+
         def expire():
             self.timed_out_s = self.settings.timeout_s
             self.server.process.kill()
@@ -215,7 +252,11 @@ class _Case:
             with contextlib.suppress(Exception):
                 server.process.wait(2)  # a connection breaks a moment before its process is gone
         found = ending.failed(server, self.pid, self.group.n_oom_kills(), timed_out_s, error, self.phase_start)
-        self.row.status, self.row.cause, self.row.exit_code = found.status, _without_folders(found.cause), found.exit_code
+        self.row.status, self.row.cause, self.row.exit_code = (
+            found.status,
+            _without_folders(found.cause),
+            found.exit_code,
+        )
         self.row.log_tail = [_without_folders(line[:300]) for line in server.log().splitlines()[-N_TAIL:]]
 
     def _memory(self):
@@ -228,10 +269,12 @@ class _Case:
             row.gpu_device_peak_bytes, row.gpu_device_before_bytes = sampler.gpu_device_peak, self.gpus.before
         row.samples, row.n_samples = sampler.kept(), len(sampler.samples)
         offloads = self.gpus and row.build.startswith("cuda")
-        for counts, value in (("gpu process", row.gpu_process_peak_bytes if offloads else None),
-                              ("gpu devices, less what they held before", _growth(row) if offloads else None),
-                              ("resident set, high-water mark", row.rss_peak_bytes),
-                              ("resident set, sampled", row.rss_sampled_peak_bytes)):
+        for counts, value in (
+            ("gpu process", row.gpu_process_peak_bytes if offloads else None),
+            ("gpu devices, less what they held before", _growth(row) if offloads else None),
+            ("resident set, high-water mark", row.rss_peak_bytes),
+            ("resident set, sampled", row.rss_sampled_peak_bytes),
+        ):
             if value is not None:
                 row.peak_bytes, row.peak_counts = value, counts
                 break
@@ -241,10 +284,14 @@ class _Case:
         row, log = self.row, self.server.log()
         sizes = [round(float(mib) * MIB) for mib in re.findall(r"llama_kv_cache: size =\s+([\d.]+) MiB", log)]
         if sizes:
-            if row.kv_bytes is None and not (row.policy and row.phase == "start"):  # some windows' caches may be there, and others not
+            if row.kv_bytes is None and not (
+                row.policy and row.phase == "start"
+            ):  # some windows' caches may be there, and others not
                 row.kv_bytes, row.kv_bytes_source = sizes[0], "log"  # the model's own windows come after
             row.kv_other_bytes = max(0, sum(sizes) - row.kv_bytes) if row.kv_bytes and len(sizes) > 1 else 0
-            row.recurrent_bytes = sum(round(float(mib) * MIB) for mib in re.findall(r"llama_memory_recurrent: size =\s+([\d.]+) MiB", log))
+            row.recurrent_bytes = sum(
+                round(float(mib) * MIB) for mib in re.findall(r"llama_memory_recurrent: size =\s+([\d.]+) MiB", log)
+            )
         row.breakdown = dry_run.breakdown(log) or dry_run.buffers(log) or None
 
 
@@ -252,7 +299,9 @@ def prompt_tokens(server, n):
     """n token ids of invented text, which is repeated as often as needed; the same for every server of a model."""
     if n < 1:
         raise HwkvError("the context leaves no room for a prompt")
-    text = diary(200)  # the same for every context: what the tokenizer takes would stay with the process and grow with the text
+    text = diary(
+        200
+    )  # the same for every context: what the tokenizer takes would stay with the process and grow with the text
     tokens = server.post("/tokenize", {"content": text, "add_special": True})["tokens"]
     if not tokens:
         raise HwkvError("llama-server tokenizes text to nothing")

@@ -11,14 +11,16 @@ from dataclasses import dataclass
 # what llama.cpp, its backends and the C++ runtime say when memory runs out
 OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfDeviceMemory|OutOfHostMemory|bad_alloc|insufficient memory|cannot allocate memory"
-    r"|(failed|unable) to allocate (?!.*pinned)(.*buffer|compute|memory|context|graph|[\d.]+ (bytes|M))", re.IGNORECASE)
+    r"|(failed|unable) to allocate (?!.*pinned)(.*buffer|compute|memory|context|graph|[\d.]+ (bytes|M))",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
 class Ending:
-    status: str              # one of records.STATUSES
-    cause: str | None        # one line for people; None for "ok"
-    exit_code: int | None    # negative: minus the signal; None while the process runs
+    status: str  # one of records.STATUSES
+    cause: str | None  # one line for people; None for "ok"
+    exit_code: int | None  # negative: minus the signal; None while the process runs
 
 
 def memory_line(log):
@@ -40,7 +42,9 @@ def failed(server, pid, n_oom_kills=0, timed_out_s=None, error=None, since=0):
     if timed_out_s is not None:
         return Ending("timeout", f"no end after {timed_out_s:g} s", code)
     if code == -9 and (n_oom_kills or (kernel := kernel_kill(pid))):
-        return Ending("out of memory", "killed by the kernel: " + ("the control group's limit" if n_oom_kills else kernel), code)
+        return Ending(
+            "out of memory", "killed by the kernel: " + ("the control group's limit" if n_oom_kills else kernel), code
+        )
     line = memory_line(server.log()[since:])
     if line:
         return Ending("out of memory", line, code)
@@ -53,5 +57,7 @@ def kernel_kill(pid):
         log = subprocess.run(["dmesg"], text=True, capture_output=True, errors="replace", timeout=10).stdout
     except (OSError, subprocess.TimeoutExpired):
         return None
-    found = re.findall(rf"^.*out of memory: Killed process {pid} \(llama-server\).*$", log, re.IGNORECASE | re.MULTILINE)
+    found = re.findall(
+        rf"^.*out of memory: Killed process {pid} \(llama-server\).*$", log, re.IGNORECASE | re.MULTILINE
+    )
     return re.sub(r"^\[[^]]*\]\s*", "", found[-1]) if found else None

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import psutil
 
-from ..runtime import native
-from . import sampler
 from ..base.places import ROOT
 from ..errors import HwkvError
+from ..runtime import native
+from . import sampler
 
 
 @functools.cache
@@ -22,8 +22,12 @@ def machine():
     """The machine as a dict, the same for every run on it; without its name."""
     gpus = sampler.gpus()
     devices, driver = gpus.describe() if gpus else ([], None)
-    about = {"system": f"{platform.system()} {platform.machine()}", "cpu": _cpu(), "n_cpus": os.cpu_count(),
-             "memory_bytes": psutil.virtual_memory().total}
+    about = {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu(),
+        "n_cpus": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+    }
     if devices:
         about |= {"gpus": devices, "driver": driver}
     return about
@@ -74,4 +78,9 @@ def _build(folder):
         if path.name == "llama-server" or re.match(r"lib(llama|ggml|mtmd)[\w-]*\.(so|dylib)$", path.name):
             found.update(path.name.encode() + b"\0" + path.read_bytes())
     source = next((flag.partition("=")[2] for flag in flags if flag.startswith("-DLLAMA_BUILD_COMMIT=")), "unknown")
-    return {"build": folder.name, "build_flags": [flag for flag in flags if "/" not in flag], "build_sha256": found.hexdigest(), "upstream_commit": source}
+    return {
+        "build": folder.name,
+        "build_flags": [flag for flag in flags if "/" not in flag],
+        "build_sha256": found.hexdigest(),
+        "upstream_commit": source,
+    }

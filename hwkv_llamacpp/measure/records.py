@@ -18,73 +18,84 @@ STATUSES = ("ok", "out of memory", "timeout", "failed")
 RESULTS = STATUSES[:2]  # the others say nothing of the case, and are tried again
 
 # llama-server's timings -> ours
-TIMINGS = {"prompt_n": "n_prefill", "cache_n": "n_cached", "predicted_n": "n_decode", "prompt_ms": "prefill_ms",
-           "predicted_ms": "decode_ms", "prompt_per_second": "prefill_ts", "predicted_per_second": "decode_ts"}
+TIMINGS = {
+    "prompt_n": "n_prefill",
+    "cache_n": "n_cached",
+    "predicted_n": "n_decode",
+    "prompt_ms": "prefill_ms",
+    "predicted_ms": "decode_ms",
+    "prompt_per_second": "prefill_ts",
+    "predicted_per_second": "decode_ts",
+}
 
 
 @dataclass
 class Row:
     """One fresh server, one request, and how both ended."""
 
-    kind: str                 # grid (memory and throughput) or capacity
-    arm: str                  # upstream, full, or the name of a policy
+    kind: str  # grid (memory and throughput) or capacity
+    arm: str  # upstream, full, or the name of a policy
     n_ctx: int
-    round: int = 0            # repetition
-    step: str | None = None   # capacity: "search", "last success", "first failure"; "process": a case before a run, part of no result
+    round: int = 0  # repetition
+    step: str | None = (
+        None  # capacity: "search", "last success", "first failure"; "process": a case before a run, part of no result
+    )
     version: int = VERSION
-    date: str | None = None   # UTC
+    date: str | None = None  # UTC
 
     # what ran, and where
     commit: str | None = None
     upstream_commit: str | None = None
-    build: str | None = None           # configuration, such as cpu or cuda
+    build: str | None = None  # configuration, such as cpu or cuda
     build_flags: list | None = None
-    build_sha256: str | None = None    # of the programs and libraries of this arm's build
-    build_pair: str | None = None      # of both builds together: what a ratio between arms needs to be equal
+    build_sha256: str | None = None  # of the programs and libraries of this arm's build
+    build_pair: str | None = None  # of both builds together: what a ratio between arms needs to be equal
     machine: dict | None = None
     model: str | None = None
     model_sha256: str | None = None
     model_bytes: int | None = None
     n_ctx_train: int | None = None
-    policy: str | None = None          # file name
+    policy: str | None = None  # file name
     policy_fingerprint: str | None = None
     n_sink: int = 0
-    retention: float | None = None     # nominal, at n_ctx
-    kv_layers: list | None = None      # [layer, F16 K and V bytes of one KV head and token, windows], configurable layers
-    arguments: list | None = None      # of llama-server, without folders
-    settings: dict | None = None       # every parameter by name
+    retention: float | None = None  # nominal, at n_ctx
+    kv_layers: list | None = None  # [layer, F16 K and V bytes of one KV head and token, windows], configurable layers
+    arguments: list | None = None  # of llama-server, without folders
+    settings: dict | None = None  # every parameter by name
     memory_limit_bytes: int | None = None
     memory_limit_kind: str | None = None  # "cgroup v2", "cgroup v1" or "address space"
 
     # how it ended
     status: str = "failed"
-    phase: str | None = None           # the one that failed, or "end"
+    phase: str | None = None  # the one that failed, or "end"
     cause: str | None = None
-    exit_code: int | None = None       # negative: minus the signal
+    exit_code: int | None = None  # negative: minus the signal
     wall_s: float | None = None
-    log_tail: list | None = None       # of a case that failed
+    log_tail: list | None = None  # of a case that failed
 
     # memory, in bytes
-    kv_bytes: int | None = None        # allocated by the configurable layers
+    kv_bytes: int | None = None  # allocated by the configurable layers
     kv_bytes_source: str | None = None  # "props" (exact) or "log" (to 0.01 MiB)
     kv_other_bytes: int | None = None  # allocated by the model's own sliding-window layers
     recurrent_bytes: int | None = None
-    breakdown: dict | None = None      # llama.cpp's own: {device: {model, context, compute}}, whole MiB as bytes; of a killed process
-                                       # {buffer type: ...}, what it had allocated
+    breakdown: dict | None = (
+        None  # llama.cpp's own: {device: {model, context, compute}}, whole MiB as bytes; of a killed process
+    )
+    # {buffer type: ...}, what it had allocated
     predicted_kv_bytes: int | None = None
     predicted_peak_bytes: int | None = None
     predicted_parts: dict | None = None
-    peak_bytes: int | None = None      # what predicted_peak_bytes is about; peak_counts says how it was measured
+    peak_bytes: int | None = None  # what predicted_peak_bytes is about; peak_counts says how it was measured
     peak_counts: str | None = None
-    rss_peak_bytes: int | None = None          # the kernel's high-water mark; counts file pages that are mapped
+    rss_peak_bytes: int | None = None  # the kernel's high-water mark; counts file pages that are mapped
     rss_sampled_peak_bytes: int | None = None
-    rss_anon_peak_bytes: int | None = None     # without file pages
+    rss_anon_peak_bytes: int | None = None  # without file pages
     rss_file_peak_bytes: int | None = None
-    cgroup_peak_bytes: int | None = None       # counts page cache of files that the process read, too
+    cgroup_peak_bytes: int | None = None  # counts page cache of files that the process read, too
     gpu_process_peak_bytes: int | None = None  # all devices together
     gpu_device_peak_bytes: list | None = None  # per device, whatever else runs there
     gpu_device_before_bytes: list | None = None
-    samples: list | None = None        # [seconds since start, resident or device bytes]
+    samples: list | None = None  # [seconds since start, resident or device bytes]
     n_samples: int | None = None
 
     # speed
@@ -110,8 +121,19 @@ class Row:
     def key(self):
         """What makes two rows the same case: all that was asked for, and none of what came out."""
         settings = json.dumps(self.settings, sort_keys=True)
-        return (self.kind, self.arm, self.n_ctx, self.round, self.step, self.model_sha256, self.policy_fingerprint, settings,
-                self.memory_limit_bytes, self.build_pair, json.dumps(self.machine, sort_keys=True))
+        return (
+            self.kind,
+            self.arm,
+            self.n_ctx,
+            self.round,
+            self.step,
+            self.model_sha256,
+            self.policy_fingerprint,
+            settings,
+            self.memory_limit_bytes,
+            self.build_pair,
+            json.dumps(self.machine, sort_keys=True),
+        )
 
 
 BEGINNING = '{"kind": '

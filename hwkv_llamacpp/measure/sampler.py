@@ -56,7 +56,10 @@ class MemorySampler:
         """Resident bytes, or None once the process is gone."""
         try:
             text = Path(f"/proc/{self._pid}/status").read_text()
-            now = {name: int(kib) * 1024 for name, kib in re.findall(r"^(VmRSS|VmHWM|RssAnon|RssFile):\s+(\d+) kB", text, re.MULTILINE)}
+            now = {
+                name: int(kib) * 1024
+                for name, kib in re.findall(r"^(VmRSS|VmHWM|RssAnon|RssFile):\s+(\d+) kB", text, re.MULTILINE)
+            }
             if "VmRSS" not in now:  # a zombie
                 return None
         except OSError:
@@ -73,7 +76,9 @@ class MemorySampler:
     def kept(self):
         """At most MAX_KEPT samples: the largest of each stretch, so that the peak is among them."""
         step = -(-len(self.samples) // MAX_KEPT) or 1
-        return [max(self.samples[i:i + step], key=lambda sample: sample[1]) for i in range(0, len(self.samples), step)]
+        return [
+            max(self.samples[i : i + step], key=lambda sample: sample[1]) for i in range(0, len(self.samples), step)
+        ]
 
 
 class Gpus:
@@ -100,8 +105,13 @@ class Gpus:
     def describe(self):
         """[{"name", "memory_bytes"}] and the driver's version."""
         text = lambda value: value.decode() if isinstance(value, bytes) else value
-        devices = [{"name": text(self._nvml.nvmlDeviceGetName(handle)), "memory_bytes": self._nvml.nvmlDeviceGetMemoryInfo(handle).total}
-                   for handle in self._handles]
+        devices = [
+            {
+                "name": text(self._nvml.nvmlDeviceGetName(handle)),
+                "memory_bytes": self._nvml.nvmlDeviceGetMemoryInfo(handle).total,
+            }
+            for handle in self._handles
+        ]
         return devices, text(self._nvml.nvmlSystemGetDriverVersion())
 
 

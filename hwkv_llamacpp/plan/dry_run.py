@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 import psutil
 from gguf.constants import GGMLQuantizationType
 
-from ..runtime import llama_log, native
 from ..errors import HwkvError
+from ..runtime import llama_log, native
 
 MIB = 2**20
 FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
@@ -29,8 +29,8 @@ class Context:
     """The parameters of a server that decide what it allocates, by llama.cpp's names."""
 
     model: str
-    policy: str = "off"            # a file, "embedded" or "off"
-    n_ctx: int = 0                 # 0: the trained context
+    policy: str = "off"  # a file, "embedded" or "off"
+    n_ctx: int = 0  # 0: the trained context
     n_batch: int = 2048
     n_ubatch: int = 512
     n_parallel: int = 1
@@ -55,9 +55,18 @@ def run(context):
     """
     native.binary("llama-server")
     # a package that is not installed, only lies here, must be found as well
-    environment = {**os.environ, "GGML_NO_BACKTRACE": "1", "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-    done = subprocess.run([sys.executable, "-m", "hwkv_llamacpp.dry_run", json.dumps(asdict(context))], text=True, errors="replace",
-                          capture_output=True, env=environment)
+    environment = {
+        **os.environ,
+        "GGML_NO_BACKTRACE": "1",
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "hwkv_llamacpp.dry_run", json.dumps(asdict(context))],
+        text=True,
+        errors="replace",
+        capture_output=True,
+        env=environment,
+    )
     try:
         answer = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
@@ -70,7 +79,19 @@ def run(context):
 
 def weights(model, n_gpu_layers=None):
     """{device: bytes} of the weights, each to a MiB; "Host" is the machine's own memory."""
-    command = [str(native.binary("llama-fit-params")), "-m", model, "-c", "256", "--hwkv-policy", "off", "-fitp", "on", "-lv", "4"]
+    command = [
+        str(native.binary("llama-fit-params")),
+        "-m",
+        model,
+        "-c",
+        "256",
+        "--hwkv-policy",
+        "off",
+        "-fitp",
+        "on",
+        "-lv",
+        "4",
+    ]
     if n_gpu_layers is not None:
         command += ["-ngl", str(n_gpu_layers)]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("LLAMA_ARG_")} | {"GGML_NO_BACKTRACE": "1"}
@@ -84,8 +105,13 @@ def weights(model, n_gpu_layers=None):
 
 def breakdown(log):
     """llama.cpp's memory breakdown, which the tools print at -lv 4: {device: {"model", "context", "compute"}}, whole MiB as bytes."""
-    rows = re.findall(r"common_memory_breakdown_print: \|\s+- (\S+)[^|]*\|.*?\d+ =\s*(\d+) \+\s*(\d+) \+\s*(\d+)\b", log)
-    return {name: {part: int(mib) * MIB for part, mib in zip(("model", "context", "compute"), parts)} for name, *parts in rows}
+    rows = re.findall(
+        r"common_memory_breakdown_print: \|\s+- (\S+)[^|]*\|.*?\d+ =\s*(\d+) \+\s*(\d+) \+\s*(\d+)\b", log
+    )
+    return {
+        name: {part: int(mib) * MIB for part, mib in zip(("model", "context", "compute"), parts)}
+        for name, *parts in rows
+    }
 
 
 def buffers(log):
@@ -129,7 +155,9 @@ def _context_params(context):
     params.n_ctx, params.n_batch, params.n_ubatch = context.n_ctx, context.n_batch, context.n_ubatch
     params.n_seq_max = params.n_outputs_max = context.n_parallel
     params.flash_attn_type = FLASH_ATTN[context.flash_attn]
-    params.type_k, params.type_v = (GGMLQuantizationType[name.upper()].value for name in (context.type_k, context.type_v))
+    params.type_k, params.type_v = (
+        GGMLQuantizationType[name.upper()].value for name in (context.type_k, context.type_v)
+    )
     params.kv_unified = context.kv_unified
     params.swa_full = False
     return params
@@ -137,6 +165,7 @@ def _context_params(context):
 
 def parse(log):
     """The figures in llama.cpp's log of a context being made, as `run` returns them."""
+
     def sums(pattern):
         found = {}
         for name, mib in re.findall(pattern, log):
@@ -148,9 +177,10 @@ def parse(log):
 
     # a context that is made in several tries logs each: the last counts
     start = log.rfind("llama_context: n_seq_max")
-    log = log[max(start, 0):]
+    log = log[max(start, 0) :]
     return {
-        "compute": sums(rf"(\S+) compute buffer size {SIZE}"), "output": sums(rf"(\S+)\s+output buffer size {SIZE}"),
+        "compute": sums(rf"(\S+) compute buffer size {SIZE}"),
+        "output": sums(rf"(\S+)\s+output buffer size {SIZE}"),
         "caches": [round(float(mib) * MIB) for mib in re.findall(rf"llama_kv_cache: size {SIZE}", log)],
         "cache_devices": devices("llama_kv_cache"),
         "recurrent": sum(round(float(mib) * MIB) for mib in re.findall(rf"llama_memory_recurrent: size {SIZE}", log)),

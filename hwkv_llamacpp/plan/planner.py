@@ -10,17 +10,19 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from . import dry_run
-from ..runtime import native
 from ..errors import HwkvError
-from ..policy.footprint import Footprint, pad, predict, row_bytes
-from ..gguf.geometry import ARCHITECTURES, PARALLEL, ModelGeometry
 from ..gguf.file import GGUFFile, open_first_shard
+from ..gguf.geometry import ARCHITECTURES, PARALLEL, ModelGeometry
+from ..policy.footprint import Footprint, pad, predict, row_bytes
+from ..runtime import native
+from . import dry_run
 
 MIB = 2**20
 PARTS = ("weights", "KV", "own windows", "other KV", "recurrent", "compute", "output", "process", "draft model")
 HOST = ("Host", "CPU", "CPU_REPACK")  # buffer types in the machine's own memory
-SERVER_BYTES = 12 * MIB  # what llama-server itself holds at work: threads, request, sampler; 10 to 13 MiB on SmolLM2 and Gemma 3 270M
+SERVER_BYTES = (
+    12 * MIB
+)  # what llama-server itself holds at work: threads, request, sampler; 10 to 13 MiB on SmolLM2 and Gemma 3 270M
 
 
 @dataclass(frozen=True)
@@ -30,9 +32,9 @@ class Plan:
     context: dry_run.Context
     footprint: Footprint
     devices: dict
-    group_devices: tuple          # per group of the footprint: {device: bytes}
-    formulas: tuple               # parts that are formulas
-    unknown: tuple                # parts that are not in the total
+    group_devices: tuple  # per group of the footprint: {device: bytes}
+    formulas: tuple  # parts that are formulas
+    unknown: tuple  # parts that are not in the total
     checkpoint_bytes: int | None  # of one context checkpoint, at most
 
     @property
@@ -50,15 +52,29 @@ class Plan:
 
     def parts(self):
         """{part: bytes} over all devices."""
-        return {part: sum(parts[part] for parts in self.devices.values() if part in parts)
-                for part in PARTS if any(part in parts for parts in self.devices.values())}
+        return {
+            part: sum(parts[part] for parts in self.devices.values() if part in parts)
+            for part in PARTS
+            if any(part in parts for parts in self.devices.values())
+        }
 
     def to_dict(self):
-        return {"n_ctx": self.footprint.n_ctx, "n_parallel": self.context.n_parallel, "kv_bytes": self.kv_bytes,
-                "full_kv_bytes": self.footprint.full_kv_bytes, "total_bytes": self.total_bytes, "parts": self.parts(),
-                "devices": self.devices, "formulas": list(self.formulas), "unknown": list(self.unknown),
-                "groups": [{**group, "devices": devices} for group, devices in zip(self.footprint.to_dict()["groups"], self.group_devices)],
-                "checkpoint_bytes": self.checkpoint_bytes}
+        return {
+            "n_ctx": self.footprint.n_ctx,
+            "n_parallel": self.context.n_parallel,
+            "kv_bytes": self.kv_bytes,
+            "full_kv_bytes": self.footprint.full_kv_bytes,
+            "total_bytes": self.total_bytes,
+            "parts": self.parts(),
+            "devices": self.devices,
+            "formulas": list(self.formulas),
+            "unknown": list(self.unknown),
+            "groups": [
+                {**group, "devices": devices}
+                for group, devices in zip(self.footprint.to_dict()["groups"], self.group_devices)
+            ],
+            "checkpoint_bytes": self.checkpoint_bytes,
+        }
 
 
 class Planner:
@@ -71,36 +87,64 @@ class Planner:
         self.header = Header(model)
         self._whole = self.header.with_room_for_data()
         self.dry = self.header.n_tensors > 0 and is_built() if dry is None else dry
-        self._weights = {}   # by n_gpu_layers
+        self._weights = {}  # by n_gpu_layers
         self._resident = {}  # by n_ubatch and policy: it differs a little from run to run, and a plan must grow with its context alone
 
     def plan(self, context, policy=None, process_bytes=None, on_gpu=False):
         """Plan of a dry_run.Context; policy: the Policy that context.policy names; process_bytes: what the process is known to hold beside
         its buffers, where it was measured, on the first GPU or on the host."""
-        footprint = predict(self.geometry, policy, context.n_ctx, n_batch=context.n_batch, n_ubatch=context.n_ubatch,
-                            n_seq_max=context.n_parallel, unified=context.kv_unified, type_k=context.type_k, type_v=context.type_v,
-                            flash_attn=context.flash_attn != "off")
+        footprint = predict(
+            self.geometry,
+            policy,
+            context.n_ctx,
+            n_batch=context.n_batch,
+            n_ubatch=context.n_ubatch,
+            n_seq_max=context.n_parallel,
+            unified=context.kv_unified,
+            type_k=context.type_k,
+            type_v=context.type_v,
+            flash_attn=context.flash_attn != "off",
+        )
         sliding = sliding_bytes(self.geometry, context, footprint)
         if self.dry:
             return self._exact(context, footprint, sliding, process_bytes, on_gpu)
-        parts = {"weights": self.header.weight_bytes, "KV": footprint.kv_bytes, "own windows": sliding,
-                 "recurrent": self.header.recurrent_bytes(self.geometry, context.n_parallel)}
+        parts = {
+            "weights": self.header.weight_bytes,
+            "KV": footprint.kv_bytes,
+            "own windows": sliding,
+            "recurrent": self.header.recurrent_bytes(self.geometry, context.n_parallel),
+        }
         known = {part: value for part, value in parts.items() if value}
-        unknown = tuple(part for part in (*parts, "compute", "output", "process") if part not in parts or parts[part] is None)
-        return Plan(context, footprint, {"all devices": known}, tuple({"all devices": group.bytes} for group in footprint.groups),
-                    tuple(known), unknown, None)
+        unknown = tuple(
+            part for part in (*parts, "compute", "output", "process") if part not in parts or parts[part] is None
+        )
+        return Plan(
+            context,
+            footprint,
+            {"all devices": known},
+            tuple({"all devices": group.bytes} for group in footprint.groups),
+            tuple(known),
+            unknown,
+            None,
+        )
 
     def _exact(self, context, footprint, sliding, process_bytes, on_gpu):
         if self._whole:
-            context = replace(context, model=self._whole.name, policy=str(self.model) if context.policy == "embedded" else context.policy)
+            context = replace(
+                context,
+                model=self._whole.name,
+                policy=str(self.model) if context.policy == "embedded" else context.policy,
+            )
         found = dry_run.run(context)
         # what no policy can configure, such as latent attention, has no formula here; a policy's own groups must be as the formula says
         other = sum(found["caches"]) - footprint.kv_bytes - sliding
         if abs(other) <= 0.006 * MIB * len(found["caches"]):
             other = 0
         elif footprint.active or other < 0:
-            raise HwkvError(f"{self.model}: llama.cpp's dry run makes caches of {sum(found['caches']):,} bytes, the formula says "
-                            f"{footprint.kv_bytes + sliding:,}: please report this")
+            raise HwkvError(
+                f"{self.model}: llama.cpp's dry run makes caches of {sum(found['caches']):,} bytes, the formula says "
+                f"{footprint.kv_bytes + sliding:,}: please report this"
+            )
         devices = {}
 
         def add(device, part, n_bytes):
@@ -122,8 +166,11 @@ class Planner:
             group_devices.append(by_device)
         own = [layer.layer for layer in self.geometry.layers if layer.kind == "swa" and layer.layer in at]
         # these are told as a sum, and each layer has an equal part
-        for part, n_bytes, places in (("own windows", sliding, [at[layer] for layer in own]), ("other KV", other, list(at.values())),
-                                      ("recurrent", found["recurrent"], list(found["recurrent_devices"].values()))):
+        for part, n_bytes, places in (
+            ("own windows", sliding, [at[layer] for layer in own]),
+            ("other KV", other, list(at.values())),
+            ("recurrent", found["recurrent"], list(found["recurrent_devices"].values())),
+        ):
             for device, n_layers in Counter(places).items() if n_bytes else ():
                 add(device, part, n_bytes * n_layers // len(places))
         for part in ("compute", "output"):
@@ -134,7 +181,9 @@ class Planner:
             add("host", "process", resident + SERVER_BYTES)
         else:
             add(next((name for name in devices if on_gpu and name != "host"), "host"), "process", process_bytes)
-        checkpoint = found["hwkv"].get("checkpoint_bytes") or (found["recurrent"] + sliding) // context.n_parallel or None
+        checkpoint = (
+            found["hwkv"].get("checkpoint_bytes") or (found["recurrent"] + sliding) // context.n_parallel or None
+        )
         return Plan(context, footprint, devices, tuple(group_devices), ("process",), (), checkpoint)
 
 
@@ -145,8 +194,17 @@ class Header:
         file, shards = open_first_shard(path)
         with file:
             self.architecture = file.get("general.architecture")
-            self._keys = {name: file.get(f"{self.architecture}.{name}") for name in (
-                "ssm.conv_kernel", "ssm.inner_size", "ssm.state_size", "ssm.group_count", "shortconv.l_cache", "embedding_length")}
+            self._keys = {
+                name: file.get(f"{self.architecture}.{name}")
+                for name in (
+                    "ssm.conv_kernel",
+                    "ssm.inner_size",
+                    "ssm.state_size",
+                    "ssm.group_count",
+                    "shortconv.l_cache",
+                    "embedding_length",
+                )
+            }
             tensors = list(file.tensors)
             self._path, self._data_start = file.path, file.data_start
             self._lacks_data = bool(tensors) and not file.has_data and len(shards) == 1
@@ -192,9 +250,16 @@ def sliding_bytes(geometry, context, footprint):
     """KV bytes of the model's own sliding-window layers, as llama_kv_cache_iswa sizes them."""
     sharing, streams = (context.n_parallel, 1) if context.kv_unified else (1, context.n_parallel)
     cells = pad(min(footprint.n_ctx_seq, geometry.n_swa * sharing + footprint.n_ubatch))
-    return sum(cells * streams * (row_bytes(context.type_k, layer.n_head_kv * layer.head_dim_k)
-                                  + row_bytes(context.type_v, layer.n_head_kv * layer.head_dim_v))
-               for layer in geometry.layers if layer.kind == "swa")
+    return sum(
+        cells
+        * streams
+        * (
+            row_bytes(context.type_k, layer.n_head_kv * layer.head_dim_k)
+            + row_bytes(context.type_v, layer.n_head_kv * layer.head_dim_v)
+        )
+        for layer in geometry.layers
+        if layer.kind == "swa"
+    )
 
 
 def is_built():
@@ -241,6 +306,8 @@ def excess(plan, limits):
     limited only where it is all there is."""
     names = [name for name in plan.devices if name != "host"] or ["host"]
     if len(limits) not in (1, len(names)):
-        raise HwkvError(f"--memory gives {len(limits)} sizes, the server would use {len(names)} devices: {', '.join(names)}")
+        raise HwkvError(
+            f"--memory gives {len(limits)} sizes, the server would use {len(names)} devices: {', '.join(names)}"
+        )
     limits = limits * len(names) if len(limits) == 1 else limits
     return max(sum(plan.devices.get(name, {}).values()) - limit for name, limit in zip(names, limits))

@@ -15,12 +15,25 @@ def memory(section):
     """Lines of the median peak by arm; dashes are the prediction."""
     figure, axes = chart(6.4, 3.6)
     for arm, color in colors(section.arms).items():
-        points = [(n, section.median(arm, n, "peak_bytes"), section.median(arm, n, "predicted_peak_bytes")) for n in section.contexts]
+        points = [
+            (n, section.median(arm, n, "peak_bytes"), section.median(arm, n, "predicted_peak_bytes"))
+            for n in section.contexts
+        ]
         points = [(n, peak, predicted) for n, peak, predicted in points if peak]
         if points:
-            axes.plot([p[0] for p in points], [p[1] / MIB for p in points], "o-", color=color, label=arm, markersize=5, linewidth=1.8)
+            axes.plot(
+                [p[0] for p in points],
+                [p[1] / MIB for p in points],
+                "o-",
+                color=color,
+                label=arm,
+                markersize=5,
+                linewidth=1.8,
+            )
             if all(p[2] for p in points):
-                axes.plot([p[0] for p in points], [p[2] / MIB for p in points], "--", color=color, linewidth=1, alpha=0.6)
+                axes.plot(
+                    [p[0] for p in points], [p[2] / MIB for p in points], "--", color=color, linewidth=1, alpha=0.6
+                )
     axes.set(ylabel="peak, MiB", ylim=(0, axes.dataLim.y1 * 1.1 if axes.lines else None))
     _contexts(axes, section.contexts)
     axes.legend(frameon=False, labelcolor=INK, fontsize=8, title="dashed: predicted", title_fontsize=7)
@@ -36,7 +49,15 @@ def throughput(section):
         for arm, color in colors(section.arms).items():
             points = [(n, ratio) for n in section.contexts if (ratio := section.ratio(arm, n, name))]
             if points and arm != section.reference:
-                axes.plot([p[0] for p in points], [p[1] for p in points], "o-", color=color, label=arm, markersize=5, linewidth=1.8)
+                axes.plot(
+                    [p[0] for p in points],
+                    [p[1] for p in points],
+                    "o-",
+                    color=color,
+                    label=arm,
+                    markersize=5,
+                    linewidth=1.8,
+                )
         axes.axhline(1, color=colors(section.arms)[section.reference], linewidth=1.2)
         axes.set(title=what, ylim=(0, None), ylabel=f"share of {section.reference}'s t/s")
         axes.title.set(fontsize=9, color=INK)
@@ -58,7 +79,9 @@ def capacity(pairs):
             axes.barh(y, pair.last_success, color=color, height=0.55)
         if pair.first_failure:
             axes.plot([pair.first_failure] * 2, [y - 0.33, y + 0.33], color="#b33a3a", linewidth=2)
-        text = f"{pair.last_success or 0:,} ran, " + (f"{pair.first_failure:,} did not" if pair.first_failure else "no failure found")
+        text = f"{pair.last_success or 0:,} ran, " + (
+            f"{pair.first_failure:,} did not" if pair.first_failure else "no failure found"
+        )
         text += "" if pair.is_confirmed else " (not confirmed)"
         end = pair.first_failure or pair.last_success or 0
         axes.text(end + longest * 0.02, y, text, va="center", fontsize=8, color=INK)

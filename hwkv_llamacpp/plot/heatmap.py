@@ -8,7 +8,7 @@ import io
 from ..base.atomic import check_target, replacing
 from ..errors import HwkvError
 
-MAX_NAMED = 9      # up to this many different windows stand in the legend one by one
+MAX_NAMED = 9  # up to this many different windows stand in the legend one by one
 MAX_NUMBERED = 32  # up to this many layers the cells have room for numbers
 FULL_COLOR = "#16324f"
 INK = "#333f4d"
@@ -57,7 +57,10 @@ def draw(policy, geometry=None, title=None):
         patches = [Patch(color=cmap(norm(w)), label=short(w)) for w in windows] + patches
     margin = 1.0  # inches beside the cells
     width = max(cell * n_layers + margin, 0.68 * len(patches) + 0.6, 3.4)
-    figure = Figure(figsize=(width, cell * n_heads + (1.3 if title else 1.05) + 0.35 * (len(windows) > MAX_NAMED)), layout="constrained")
+    figure = Figure(
+        figsize=(width, cell * n_heads + (1.3 if title else 1.05) + 0.35 * (len(windows) > MAX_NAMED)),
+        layout="constrained",
+    )
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for x, row in enumerate(rows.values()):
@@ -66,8 +69,15 @@ def draw(policy, geometry=None, title=None):
             axes.add_patch(Rectangle((x + 0.04, y + 0.04), 0.92, 0.92, facecolor=color, edgecolor="none"))
             if numbered:
                 dark = window is None or norm(window) > 0.6
-                axes.text(x + 0.5, y + 0.52, short(window), ha="center", va="center", fontsize=7,
-                          color="white" if dark else INK)
+                axes.text(
+                    x + 0.5,
+                    y + 0.52,
+                    short(window),
+                    ha="center",
+                    va="center",
+                    fontsize=7,
+                    color="white" if dark else INK,
+                )
     room = max(0, ((width - margin) / cell - n_layers) / 2)  # few layers keep cells of the usual size
     axes.set(xlim=(-room, n_layers + room), ylim=(n_heads, 0), aspect="equal")
     step = max(1, -(-n_layers // 40))
@@ -84,14 +94,31 @@ def draw(policy, geometry=None, title=None):
         figure.suptitle(title.replace("$", r"\$"), color=INK, fontsize=10)
 
     if patches:
-        legend = figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=8,
-                               labelcolor=INK, handlelength=1.1, handleheight=1.1, columnspacing=1.2, borderaxespad=0.2,
-                               title="window, tokens" if len(windows) <= MAX_NAMED else None, title_fontsize=8)
+        legend = figure.legend(
+            handles=patches,
+            loc="outside lower center",
+            ncols=len(patches),
+            frameon=False,
+            fontsize=8,
+            labelcolor=INK,
+            handlelength=1.1,
+            handleheight=1.1,
+            columnspacing=1.2,
+            borderaxespad=0.2,
+            title="window, tokens" if len(windows) <= MAX_NAMED else None,
+            title_fontsize=8,
+        )
         legend.get_title().set_color(INK)
     if len(windows) > MAX_NAMED:
         powers = [2**k for k in range(32) if low <= 2**k <= high] or [low, high]
-        bar = figure.colorbar(ScalarMappable(norm, cmap), ax=axes, orientation="horizontal", aspect=40, pad=0.04,
-                              shrink=min(1, 6 / figure.get_figwidth()))
+        bar = figure.colorbar(
+            ScalarMappable(norm, cmap),
+            ax=axes,
+            orientation="horizontal",
+            aspect=40,
+            pad=0.04,
+            shrink=min(1, 6 / figure.get_figwidth()),
+        )
         bar.set_label("window, tokens", color=INK, fontsize=8)
         bar.ax.xaxis.set_major_locator(FixedLocator(powers[:: max(1, len(powers) // 8)]))
         bar.ax.xaxis.set_major_formatter(FuncFormatter(lambda w, _: short(round(w))))

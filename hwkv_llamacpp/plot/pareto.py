@@ -3,8 +3,8 @@
 import io
 import sys
 
-from . import figures
 from ..base.atomic import replacing
+from . import figures
 from .heatmap import INK
 
 
@@ -15,12 +15,31 @@ def print_table(records, selected=None):
 
     table = Table(caption="KL in nats against full KV, and top-1 agreement, on held-out text")
     lengths = list(records[0].retention)
-    for heading in ("n_sink", "asked", *(f"kept at {n:,}" for n in lengths), "full heads", "score", "KL", "top-1", "seconds", ""):
+    for heading in (
+        "n_sink",
+        "asked",
+        *(f"kept at {n:,}" for n in lengths),
+        "full heads",
+        "score",
+        "KL",
+        "top-1",
+        "seconds",
+        "",
+    ):
         table.add_column(heading, justify="right")
     for r in records:
         windows = [w for row in r.policy.layers.values() for w in row]
-        table.add_row(str(r.n_sink), r.setting, *(f"{r.retention[n]:.3f}" for n in lengths), f"{windows.count(None)} / {len(windows)}", "-" if r.mean_score is None else f"{r.mean_score:.4f}",
-                      f"{r.distortion['kl']:.5f}", f"{r.distortion['top1']:.3f}", f"{r.seconds:.0f}", "selected" if r is selected else "")
+        table.add_row(
+            str(r.n_sink),
+            r.setting,
+            *(f"{r.retention[n]:.3f}" for n in lengths),
+            f"{windows.count(None)} / {len(windows)}",
+            "-" if r.mean_score is None else f"{r.mean_score:.4f}",
+            f"{r.distortion['kl']:.5f}",
+            f"{r.distortion['top1']:.3f}",
+            f"{r.seconds:.0f}",
+            "selected" if r is selected else "",
+        )
     # piped output keeps whole lines
     Console(highlight=False, **({} if sys.stdout.isatty() else {"width": 160})).print(table)
 
@@ -30,10 +49,22 @@ def plot(records, path, selected=None, title=None):
     figure, axes = figures.chart(6, 4)
     n = max(records[0].retention)
     for color, n_sink in zip(figures.POLICY_COLORS * len(records), dict.fromkeys(r.n_sink for r in records)):
-        points = sorted(((r.retention[n], r.distortion["kl"], r) for r in records if r.n_sink == n_sink), key=lambda point: point[:2])
-        axes.plot([x for x, _, _ in points], [y for _, y, _ in points], color=color, marker="o", label=f"n_sink {n_sink}")
+        points = sorted(
+            ((r.retention[n], r.distortion["kl"], r) for r in records if r.n_sink == n_sink),
+            key=lambda point: point[:2],
+        )
+        axes.plot(
+            [x for x, _, _ in points], [y for _, y, _ in points], color=color, marker="o", label=f"n_sink {n_sink}"
+        )
         for x, y, r in points:
-            axes.annotate(r.setting + (" (selected)" if r is selected else ""), (x, y), textcoords="offset points", xytext=(6, 4), fontsize=8, color=INK)
+            axes.annotate(
+                r.setting + (" (selected)" if r is selected else ""),
+                (x, y),
+                textcoords="offset points",
+                xytext=(6, 4),
+                fontsize=8,
+                color=INK,
+            )
     axes.legend(frameon=False, labelcolor=INK, fontsize=8)
     if all(r.distortion["kl"] > 0 for r in records):
         axes.set_yscale("log")

@@ -20,7 +20,7 @@ def allocate(geometry, windows, losses, n_sink, budget):
     """
     heads = [(layer, head) for layer in geometry.configurable for head in range(layer.n_head_kv)]
     options = [w for w in windows if w + n_sink < budget.n_ctx] or [windows[0]]
-    loss = [[*(float(x) for x in losses[layer.layer][head][:len(options)]), 0.0] for layer, head in heads]
+    loss = [[*(float(x) for x in losses[layer.layer][head][: len(options)]), 0.0] for layer, head in heads]
     costs, limit = _costs(geometry, [*options, None], n_sink, budget, len(heads))
     cost = [costs[layer.layer] for layer, _ in heads]
     unit = max(math.gcd(*(x for row in cost for x in row)), -(-limit // MAX_UNITS), 1)
@@ -32,12 +32,14 @@ def allocate(geometry, windows, losses, n_sink, budget):
         table = np.full((len(l), room + 1), np.inf)
         for k in range(len(l)):
             if c[k] <= room:
-                table[k, c[k]:] = least[:room + 1 - c[k]] + l[k]
+                table[k, c[k] :] = least[: room + 1 - c[k]] + l[k]
         taken.append(table.argmin(axis=0).astype(np.int16))
         least = table.min(axis=0)
     if not np.isfinite(least[room]):
         shortest = Policy({layer.layer: (options[0],) * layer.n_head_kv for layer in geometry.configurable}, n_sink)
-        raise HwkvError(f"not even a window of {options[0]} tokens for every KV head fits: it is {budget.shows(geometry, shortest)}")
+        raise HwkvError(
+            f"not even a window of {options[0]} tokens for every KV head fits: it is {budget.shows(geometry, shortest)}"
+        )
     rows = {layer.layer: [None] * layer.n_head_kv for layer in geometry.configurable}
     for (layer, head), c, option in zip(reversed(heads), reversed(cost), reversed(taken)):
         k = option[room]
@@ -50,7 +52,9 @@ def _costs(geometry, options, n_sink, budget, n_heads):
     """({layer: integer cost of one of its KV heads under each option}, integer limit)."""
     if budget.budget_bytes is None:
         cells = [budget.n_ctx if w is None else min(budget.n_ctx, w + n_sink) for w in options]
-        return {layer.layer: cells for layer in geometry.configurable}, math.floor(budget.retention * budget.n_ctx * n_heads + 1e-6)
+        return {layer.layer: cells for layer in geometry.configurable}, math.floor(
+            budget.retention * budget.n_ctx * n_heads + 1e-6
+        )
     costs = {layer.layer: [] for layer in geometry.configurable}
     for w in options:
         policy = Policy({layer.layer: (w,) * layer.n_head_kv for layer in geometry.configurable}, n_sink)

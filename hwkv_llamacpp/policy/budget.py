@@ -38,13 +38,20 @@ class Budget:
         if self.retention is not None:
             kept, limit = f"a retention of {policy.retention(self.n_ctx, geometry):.4g}", f"{self.retention:g}"
         else:
-            kept, limit = f"{predict(geometry, policy, self.n_ctx, **self.context).kv_bytes:,} bytes", f"{self.budget_bytes:,}"
+            kept, limit = (
+                f"{predict(geometry, policy, self.n_ctx, **self.context).kv_bytes:,} bytes",
+                f"{self.budget_bytes:,}",
+            )
         return f"{kept} at {self.n_ctx:,} tokens, at most {limit} expected"
 
     @property
     def name(self):
         """For files."""
-        return f"keep{self.retention}-at{self.n_ctx}" if self.retention is not None else f"bytes{self.budget_bytes}-at{self.n_ctx}"
+        return (
+            f"keep{self.retention}-at{self.n_ctx}"
+            if self.retention is not None
+            else f"bytes{self.budget_bytes}-at{self.n_ctx}"
+        )
 
     def describe(self):
         """For a policy's provenance."""

@@ -21,7 +21,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from ..errors import HwkvError
 
 CELL_PAD = 256
-MAX_SEQ = 256     # LLAMA_MAX_SEQ
+MAX_SEQ = 256  # LLAMA_MAX_SEQ
 DRAFT_SLACK = 64  # LLAMA_HWKV_N_SLACK: positions per sequence beyond the window, where draft tokens could not be taken back without
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 
@@ -30,8 +30,8 @@ CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "
 class Group:
     """The cache of one window."""
 
-    window: int | None                        # None: full
-    cells: int                                # per stream
+    window: int | None  # None: full
+    cells: int  # per stream
     streams: int
     layers: tuple[tuple[int, int, int], ...]  # (layer, KV heads, bytes)
 
@@ -47,7 +47,7 @@ class Group:
 @dataclass(frozen=True)
 class Footprint:
     groups: tuple[Group, ...]  # full first, then by window
-    full_kv_bytes: int         # of the same context with every head full
+    full_kv_bytes: int  # of the same context with every head full
     n_ctx: int
     n_ctx_seq: int
     n_ubatch: int
@@ -64,22 +64,47 @@ class Footprint:
     def to_dict(self):
         """The fields that the runtime reports of an active cache, by the same names."""
         return {
-            "active": self.active, "kv_bytes": self.kv_bytes, "full_kv_bytes": self.full_kv_bytes,
-            "groups": [{"window": g.window, "cells": g.cells, "streams": g.streams, "heads": g.heads, "bytes": g.bytes,
-                        "layers": [{"layer": il, "heads": heads, "bytes": n} for il, heads, n in g.layers]}
-                       for g in self.groups],
+            "active": self.active,
+            "kv_bytes": self.kv_bytes,
+            "full_kv_bytes": self.full_kv_bytes,
+            "groups": [
+                {
+                    "window": g.window,
+                    "cells": g.cells,
+                    "streams": g.streams,
+                    "heads": g.heads,
+                    "bytes": g.bytes,
+                    "layers": [{"layer": il, "heads": heads, "bytes": n} for il, heads, n in g.layers],
+                }
+                for g in self.groups
+            ],
         }
 
 
-def predict(geometry, policy=None, n_ctx=0, *, n_batch=2048, n_ubatch=512, n_seq_max=1, unified=False,
-            type_k="f16", type_v="f16", flash_attn=True):
+def predict(
+    geometry,
+    policy=None,
+    n_ctx=0,
+    *,
+    n_batch=2048,
+    n_ubatch=512,
+    n_seq_max=1,
+    unified=False,
+    type_k="f16",
+    type_v="f16",
+    flash_attn=True,
+):
     """Footprint of a context. Arguments are llama_context_params' (-c, -b, -ub, -np, -ctk, -ctv, -fa).
 
     n_ctx 0 is the trained context. HwkvError for a cache type that does not exist, or whose
     block size does not divide a head's row.
     """
     n_ctx = n_ctx or geometry.n_ctx_train
-    for name, value, high in (("n_ctx", n_ctx, 2**31 - 1), ("n_batch", n_batch, 2**31 - 1), ("n_seq_max", n_seq_max, MAX_SEQ)):
+    for name, value, high in (
+        ("n_ctx", n_ctx, 2**31 - 1),
+        ("n_batch", n_batch, 2**31 - 1),
+        ("n_seq_max", n_seq_max, MAX_SEQ),
+    ):
         if not 1 <= value <= high:
             raise HwkvError(f"{name} is {value}, 1 to {high} expected")
     n_batch = min(n_ctx, n_batch)  # before the padding, as llama_context does
@@ -95,21 +120,40 @@ def predict(geometry, policy=None, n_ctx=0, *, n_batch=2048, n_ubatch=512, n_seq
     def group(window, members):
         cells = n_ctx_seq if window is None else min(n_ctx_seq, pad((window + n_sink + slack) * sharing + n_ubatch))
         widest_v = max(heads * layer.head_dim_v for layer, heads in members)
-        return Group(window, cells, streams, tuple(
-            (layer.layer, heads, cells * streams * (
-                row_bytes(type_k, heads * layer.head_dim_k)
-                + row_bytes(type_v, heads * layer.head_dim_v if flash_attn else widest_v)))
-            for layer, heads in members))
+        return Group(
+            window,
+            cells,
+            streams,
+            tuple(
+                (
+                    layer.layer,
+                    heads,
+                    cells
+                    * streams
+                    * (
+                        row_bytes(type_k, heads * layer.head_dim_k)
+                        + row_bytes(type_v, heads * layer.head_dim_v if flash_attn else widest_v)
+                    ),
+                )
+                for layer, heads in members
+            ),
+        )
 
     members = {}  # window -> [(layer, heads)]
     for layer in geometry.configurable:
-        row = [None if w is None or w + n_sink >= n_ctx_seq else w
-               for w in (policy.row(layer) if policy else (None,) * layer.n_head_kv)]
+        row = [
+            None if w is None or w + n_sink >= n_ctx_seq else w
+            for w in (policy.row(layer) if policy else (None,) * layer.n_head_kv)
+        ]
         for window in dict.fromkeys(row):
             members.setdefault(window, []).append((layer, row.count(window)))
     groups = [group(window, members[window]) for window in sorted(members, key=lambda w: (w is not None, w or 0))]
-    full = sum(n_ctx_seq * streams * (row_bytes(type_k, x.n_head_kv * x.head_dim_k) + row_bytes(type_v, x.n_head_kv * x.head_dim_v))
-               for x in geometry.configurable)
+    full = sum(
+        n_ctx_seq
+        * streams
+        * (row_bytes(type_k, x.n_head_kv * x.head_dim_k) + row_bytes(type_v, x.n_head_kv * x.head_dim_v))
+        for x in geometry.configurable
+    )
     return Footprint(tuple(groups), full, n_ctx_seq * streams, n_ctx_seq, n_ubatch)
 
 

@@ -16,9 +16,9 @@ from ..errors import HwkvError
 
 FORMAT = "hwkv-policy"
 VERSION = 1
-FULL = "full"                 # None in Python, -1 in a GGUF
-MAX_WINDOW = 2**31 - 1        # windows are int32 in a GGUF
-MAX_FILE_BYTES = 64 * 2**20   # far above any policy; keeps a wrong file from being read into memory
+FULL = "full"  # None in Python, -1 in a GGUF
+MAX_WINDOW = 2**31 - 1  # windows are int32 in a GGUF
+MAX_FILE_BYTES = 64 * 2**20  # far above any policy; keeps a wrong file from being read into memory
 
 TOP_KEYS = ("format", "version", "model", "n_sink", "layers", "provenance")
 MODEL_KEYS = {"architecture": str, "name": str, "n_layer": int, "fingerprint": str}
@@ -69,8 +69,10 @@ class Policy:
         if self.model is not None:
             lines.append(f'  "model": {to_line(self.model)}')
         lines.append(f'  "n_sink": {self.n_sink}')
-        rows = [to_line({"layer": il, "windows": [FULL if w is None else w for w in row]})
-                for il, row in self.layers.items()]
+        rows = [
+            to_line({"layer": il, "windows": [FULL if w is None else w for w in row]})
+            for il, row in self.layers.items()
+        ]
         lines.append('  "layers": [' + ",".join(f"\n    {row}" for row in rows) + ("\n  ]" if rows else "]"))
         if self.provenance is not None:
             lines.append(f'  "provenance": {to_line(self.provenance)}')
@@ -106,7 +108,9 @@ class Policy:
                 raise HwkvError(f"{source}: key '{at}.layer' lists layer {il} a second time")
             row = entry["windows"]
             if not isinstance(row, list) or not row:
-                raise HwkvError(f"{source}: key '{at}.windows' is {_show(row)}, a list of one window per KV head expected")
+                raise HwkvError(
+                    f"{source}: key '{at}.windows' is {_show(row)}, a list of one window per KV head expected"
+                )
             for k, w in enumerate(row):
                 if w is None:  # full in Python only: JSON says "full"
                     raise _bad_window(source, f"key '{at}.windows[{k}]'", w)
@@ -149,10 +153,14 @@ class Policy:
         model = self.model or {}
         for key, actual in geometry.describe().items():
             if key != "name" and key in model and model[key] != actual:
-                raise HwkvError(f"{source}: made for another model: key 'model.{key}' is {_show(model[key])},"
-                                f" {_show(actual)} expected ({geometry.name})")
+                raise HwkvError(
+                    f"{source}: made for another model: key 'model.{key}' is {_show(model[key])},"
+                    f" {_show(actual)} expected ({geometry.name})"
+                )
         if geometry.refusal and self.layers:
-            raise HwkvError(f"{source}: no policy fits a model of architecture {geometry.architecture}: {geometry.refusal}")
+            raise HwkvError(
+                f"{source}: no policy fits a model of architecture {geometry.architecture}: {geometry.refusal}"
+            )
         by_number = {layer.layer: layer for layer in geometry.layers}
         for il, row in self.layers.items():
             layer = by_number.get(il)
@@ -161,7 +169,9 @@ class Policy:
             if layer.kind != "attention":
                 raise HwkvError(f"{source}: lists layer {il}, which cannot take windows: {layer.reason}")
             if len(row) != layer.n_head_kv:
-                raise HwkvError(f"{source}: layer {il} has {len(row)} windows, the model has {layer.n_head_kv} KV heads there")
+                raise HwkvError(
+                    f"{source}: layer {il} has {len(row)} windows, the model has {layer.n_head_kv} KV heads there"
+                )
 
     def row(self, layer):
         """Windows of the KV heads of a Layer, full where the policy does not list it."""
@@ -196,8 +206,10 @@ class Policy:
         spread = "all full"
         if windows:
             low, high = min(windows), max(windows)
-            spread = (f"{len(windows)} of {n_heads} KV heads in {len(geometry.configurable)} layers windowed,"
-                      f" {low if low == high else f'{low} to {high}'} tokens")
+            spread = (
+                f"{len(windows)} of {n_heads} KV heads in {len(geometry.configurable)} layers windowed,"
+                f" {low if low == high else f'{low} to {high}'} tokens"
+            )
         return f"{self.fingerprint(geometry.n_layer)}: {spread}, n_sink {self.n_sink}"
 
 

@@ -10,13 +10,22 @@ import sys
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from ..plot import figures
 from ..base import sizes
 from ..errors import HwkvError
+from ..plot import figures
 from ..policy.policy import Policy
 
 MIB = 2**20
-NEEDED = ("build_pair", "kv_layers", "machine", "model", "model_bytes", "model_sha256", "n_ctx_train", "settings")  # in every row
+NEEDED = (
+    "build_pair",
+    "kv_layers",
+    "machine",
+    "model",
+    "model_bytes",
+    "model_sha256",
+    "n_ctx_train",
+    "settings",
+)  # in every row
 VIEWS = {"memory": "Memory", "throughput": "Throughput", "capacity": "Capacity"}
 
 
@@ -28,8 +37,12 @@ class Table:
     notes: list = field(default_factory=list)
 
     def markdown(self):
-        lines = [f"**{self.title}**", "", "| " + " | ".join(self.columns) + " |",
-                 "|" + "|".join(" :-- " if i == 0 else " --: " for i in range(len(self.columns))) + "|"]
+        lines = [
+            f"**{self.title}**",
+            "",
+            "| " + " | ".join(self.columns) + " |",
+            "|" + "|".join(" :-- " if i == 0 else " --: " for i in range(len(self.columns))) + "|",
+        ]
         lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in self.rows]
         return "\n".join(lines + [""] + [f"{note}\n" for note in self.notes])
 
@@ -39,8 +52,10 @@ class Table:
 
         body = "".join(f"<tr>{cells('td', row)}</tr>" for row in self.rows)
         notes = "".join(f"<p class=note>{html.escape(note)}</p>" for note in self.notes)
-        return (f"<table><caption>{html.escape(self.title)}</caption><thead><tr>{cells('th', self.columns)}</tr></thead>"
-                f"<tbody>{body}</tbody></table>{notes}")
+        return (
+            f"<table><caption>{html.escape(self.title)}</caption><thead><tr>{cells('th', self.columns)}</tr></thead>"
+            f"<tbody>{body}</tbody></table>{notes}"
+        )
 
     def print(self):
         from rich import box
@@ -84,21 +99,41 @@ class Section:
         settings = ", ".join(f"{name} {value}" for name, value in row.settings.items() if value is not None)
         commits = sorted({row.commit or "unknown" for row in self.rows})
         machine = row.machine
-        facts = [("machine", f"{machine['cpu']}, {machine['n_cpus']} CPUs, {machine['memory_bytes'] / 2**30:.1f} GiB, {machine['system']}"
-                  + (f", {gpus}, driver {machine.get('driver')}" if gpus else "")),
-                 ("build", f"{row.build}, commit {', '.join(commits)}, llama.cpp {row.upstream_commit}, builds {row.build_pair}"),
-                 ("model", f"{row.model}, {row.model_bytes / MIB:,.1f} MiB, sha256 {row.model_sha256[:16]}, trained for "
-                           f"{row.n_ctx_train:,} tokens"),
-                 ("settings", settings)]
+        facts = [
+            (
+                "machine",
+                f"{machine['cpu']}, {machine['n_cpus']} CPUs, {machine['memory_bytes'] / 2**30:.1f} GiB, {machine['system']}"
+                + (f", {gpus}, driver {machine.get('driver')}" if gpus else ""),
+            ),
+            (
+                "build",
+                f"{row.build}, commit {', '.join(commits)}, llama.cpp {row.upstream_commit}, builds {row.build_pair}",
+            ),
+            (
+                "model",
+                f"{row.model}, {row.model_bytes / MIB:,.1f} MiB, sha256 {row.model_sha256[:16]}, trained for "
+                f"{row.n_ctx_train:,} tokens",
+            ),
+            ("settings", settings),
+        ]
         if row.memory_limit_bytes:
             kinds = sorted({r.memory_limit_kind for r in self.rows if r.memory_limit_kind})
             facts.append(("memory limit", f"{sizes.show(row.memory_limit_bytes)} ({', '.join(kinds)})"))
         for name in self.arms:
             policy = next(r for r in self.rows if r.arm == name)
             if policy.policy_fingerprint:
-                kept = {r.n_ctx: r.retention for r in self.rows if r.arm == name and (self.view != "capacity" or r.step == "last success")}
+                kept = {
+                    r.n_ctx: r.retention
+                    for r in self.rows
+                    if r.arm == name and (self.view != "capacity" or r.step == "last success")
+                }
                 kept = ", ".join(f"{kept[n]:.1%} of the cells at {n:,} tokens" for n in sorted(kept))
-                facts.append((f"policy {name}", f"{policy.policy_fingerprint}, " + (f"keeps {kept}" if kept else "no boundary was measured")))
+                facts.append(
+                    (
+                        f"policy {name}",
+                        f"{policy.policy_fingerprint}, " + (f"keeps {kept}" if kept else "no boundary was measured"),
+                    )
+                )
         return facts
 
     def policies(self):
@@ -132,8 +167,11 @@ class Section:
         different instruments have no ratio."""
         base = {row.round: row for row in self.ok(self.reference, n_ctx)} if self.reference else {}
         pairs = [(row, base[row.round]) for row in self.ok(arm, n_ctx) if row.round in base]
-        ratios = [getattr(a, name) / getattr(b, name) for a, b in pairs
-                  if getattr(a, name) and getattr(b, name) and (name != "peak_bytes" or a.peak_counts == b.peak_counts)]
+        ratios = [
+            getattr(a, name) / getattr(b, name)
+            for a, b in pairs
+            if getattr(a, name) and getattr(b, name) and (name != "peak_bytes" or a.peak_counts == b.peak_counts)
+        ]
         return statistics.median(ratios) if ratios else None
 
     @property
@@ -145,8 +183,19 @@ class Section:
 
     def _memory(self):
         counts = sorted({row.peak_counts for row in self.rows if row.peak_counts})
-        table = Table(f"Peak memory in MiB ({'; '.join(counts)})", ["context, arm", "peak", "all repetitions", self._of_reference,
-                                                                    "KV allocated", "KV predicted", "peak predicted", "off by"])
+        table = Table(
+            f"Peak memory in MiB ({'; '.join(counts)})",
+            [
+                "context, arm",
+                "peak",
+                "all repetitions",
+                self._of_reference,
+                "KV allocated",
+                "KV predicted",
+                "peak predicted",
+                "off by",
+            ],
+        )
         worst, ran = 0, []
         for n_ctx, arm in ((n_ctx, arm) for n_ctx in self.contexts for arm in self.arms):
             rows = self.ok(arm, n_ctx)
@@ -157,48 +206,96 @@ class Section:
                 if row.predicted_peak_bytes and row.peak_bytes:
                     worst = max(worst, abs(row.predicted_peak_bytes / row.peak_bytes - 1))
             peak, predicted = self.median(arm, n_ctx, "peak_bytes"), self.median(arm, n_ctx, "predicted_peak_bytes")
-            table.rows.append([
-                f"{n_ctx:,}, {arm}", mib(peak), ", ".join(mib(row.peak_bytes) for row in rows) or failures(self.of(arm, n_ctx)),
-                share(self.ratio(arm, n_ctx, "peak_bytes")), mib(self.median(arm, n_ctx, "kv_bytes")),
-                mib(self.median(arm, n_ctx, "predicted_kv_bytes")), mib(predicted),
-                f"{predicted / peak - 1:+.1%}" if predicted and peak else "-"])
-        table.notes.append(kv_note(ran) + (f" The predicted peak is at most {worst:.1%} off the measured one." if worst else ""))
+            table.rows.append(
+                [
+                    f"{n_ctx:,}, {arm}",
+                    mib(peak),
+                    ", ".join(mib(row.peak_bytes) for row in rows) or failures(self.of(arm, n_ctx)),
+                    share(self.ratio(arm, n_ctx, "peak_bytes")),
+                    mib(self.median(arm, n_ctx, "kv_bytes")),
+                    mib(self.median(arm, n_ctx, "predicted_kv_bytes")),
+                    mib(predicted),
+                    f"{predicted / peak - 1:+.1%}" if predicted and peak else "-",
+                ]
+            )
+        table.notes.append(
+            kv_note(ran) + (f" The predicted peak is at most {worst:.1%} off the measured one." if worst else "")
+        )
         return [table]
 
     def _throughput(self):
         tables = []
         for name, what in (("prefill_ts", "Prefill"), ("decode_ts", "Decode")):
-            table = Table(f"{what} in tokens per second", ["context, arm", "median", "all repetitions", self._of_reference, "tokens"])
+            table = Table(
+                f"{what} in tokens per second",
+                ["context, arm", "median", "all repetitions", self._of_reference, "tokens"],
+            )
             tokens = {"prefill_ts": "n_prefill", "decode_ts": "n_decode"}[name]
             for n_ctx, arm in ((n_ctx, arm) for n_ctx in self.contexts for arm in self.arms):
                 rows = self.ok(arm, n_ctx)
                 if self.of(arm, n_ctx):
-                    table.rows.append([f"{n_ctx:,}, {arm}", number(self.median(arm, n_ctx, name)),
-                                       ", ".join(number(getattr(row, name)) for row in rows) or failures(self.of(arm, n_ctx)),
-                                       share(self.ratio(arm, n_ctx, name)), f"{getattr(rows[0], tokens):,}" if rows else "-"])
+                    table.rows.append(
+                        [
+                            f"{n_ctx:,}, {arm}",
+                            number(self.median(arm, n_ctx, name)),
+                            ", ".join(number(getattr(row, name)) for row in rows) or failures(self.of(arm, n_ctx)),
+                            share(self.ratio(arm, n_ctx, name)),
+                            f"{getattr(rows[0], tokens):,}" if rows else "-",
+                        ]
+                    )
             tables.append(table)
         return tables
 
     def _capacity(self):
-        table = Table("Largest context", ["arm", "last success", "first failure", "confirmed", "failure", "charged, MiB",
-                                          f"gain over {self.reference or 'upstream'}", "ideal, all bytes", "ideal, KV alone", "share of the ideals"])
+        table = Table(
+            "Largest context",
+            [
+                "arm",
+                "last success",
+                "first failure",
+                "confirmed",
+                "failure",
+                "charged, MiB",
+                f"gain over {self.reference or 'upstream'}",
+                "ideal, all bytes",
+                "ideal, KV alone",
+                "share of the ideals",
+            ],
+        )
         found = {arm: Pair(self, arm) for arm in self.arms}
         base = found.get(self.reference)
         for arm, pair in found.items():
             gain = pair.last_success / base.last_success if base and pair.last_success and base.last_success else None
             ideals = [ideal(base, pair), ideal_kv(base, pair)] if gain and pair is not base else [None, None]
-            table.rows.append([arm, tokens(pair.last_success), tokens(pair.first_failure), pair.confirmed, pair.cause, mib(pair.charged),
-                               f"{gain:.3f}" if gain and pair is not base else "-", *[f"{x:.3f}" if x else "-" for x in ideals],
-                               ", ".join(f"{gain / x:.1%}" for x in ideals if x) or "-"])
-        table.notes.append("A boundary is a pair that was measured: contexts one grid step apart, each repeated three times in filled "
-                           "contexts. The ideal with all bytes is the context at which the predicted peak reaches the reference's; that of "
-                           "KV alone counts the nominal windows and nothing else.")
+            table.rows.append(
+                [
+                    arm,
+                    tokens(pair.last_success),
+                    tokens(pair.first_failure),
+                    pair.confirmed,
+                    pair.cause,
+                    mib(pair.charged),
+                    f"{gain:.3f}" if gain and pair is not base else "-",
+                    *[f"{x:.3f}" if x else "-" for x in ideals],
+                    ", ".join(f"{gain / x:.1%}" for x in ideals if x) or "-",
+                ]
+            )
+        table.notes.append(
+            "A boundary is a pair that was measured: contexts one grid step apart, each repeated three times in filled "
+            "contexts. The ideal with all bytes is the context at which the predicted peak reaches the reference's; that of "
+            "KV alone counts the nominal windows and nothing else."
+        )
         if any(pair.charged for pair in found.values()):
-            table.notes.append("Charged is the most that the kernel counted against the limit at the last success; that includes the page cache "
-                               "of files that the server read.")
+            table.notes.append(
+                "Charged is the most that the kernel counted against the limit at the last success; that includes the page cache "
+                "of files that the server read."
+            )
         table.notes.append(kv_note([row for row in self.rows if row.kv_bytes]))
-        off = [f"{arm} {pair.at_boundary.predicted_peak_bytes / pair.at_boundary.peak_bytes - 1:+.1%}"
-               for arm, pair in found.items() if pair.at_boundary]
+        off = [
+            f"{arm} {pair.at_boundary.predicted_peak_bytes / pair.at_boundary.peak_bytes - 1:+.1%}"
+            for arm, pair in found.items()
+            if pair.at_boundary
+        ]
         if off:
             table.notes.append(f"The predicted peak at the last success is off the measured one by: {', '.join(off)}.")
         for arm, pair in found.items():
@@ -229,23 +326,43 @@ class Pair:
         bad = [row for row in self.rows if row.step == "first failure"]
         # a search that was repeated on a finer grid leaves several pairs: the narrowest counts
         self.last_success = max((row.n_ctx for row in good or self.rows if good or row.status == "ok"), default=None)
-        self.first_failure = min((row.n_ctx for row in bad or self.rows if bad or row.status == "out of memory"), default=None)
-        good, bad = ([row for row in rows if row.n_ctx == n_ctx] for rows, n_ctx in ((good, self.last_success), (bad, self.first_failure)))
+        self.first_failure = min(
+            (row.n_ctx for row in bad or self.rows if bad or row.status == "out of memory"), default=None
+        )
+        good, bad = (
+            [row for row in rows if row.n_ctx == n_ctx]
+            for rows, n_ctx in ((good, self.last_success), (bad, self.first_failure))
+        )
         n_good, n_bad = sum(row.status == "ok" for row in good), sum(row.status == "out of memory" for row in bad)
         self.is_confirmed = n_good == n_bad == 3
-        self.confirmed = "yes" if self.is_confirmed else f"no: {n_good} of 3 ran, {n_bad} of 3 ran out" if good or bad else "no: not repeated"
-        self.charged = max((row.limited_bytes for row in good if row.limited_bytes and row.status == "ok"), default=None)
+        self.confirmed = (
+            "yes"
+            if self.is_confirmed
+            else f"no: {n_good} of 3 ran, {n_bad} of 3 ran out"
+            if good or bad
+            else "no: not repeated"
+        )
+        self.charged = max(
+            (row.limited_bytes for row in good if row.limited_bytes and row.status == "ok"), default=None
+        )
         failure = next((row for row in bad if row.status == "out of memory"), None)
         self.cause = f"{failure.phase}: {failure.cause}" if failure else "-"
-        self.at_boundary = next((row for row in good if row.status == "ok" and row.predicted_peak_bytes and row.peak_bytes), None)
+        self.at_boundary = next(
+            (row for row in good if row.status == "ok" and row.predicted_peak_bytes and row.peak_bytes), None
+        )
         other = [row for row in self.rows if row.status not in ("ok", "out of memory")]
-        self.others = other and (f"{len(other)} runs ended otherwise and count for nothing, the first at {other[0].n_ctx:,}: "
-                                 f"{other[0].cause}")
+        self.others = other and (
+            f"{len(other)} runs ended otherwise and count for nothing, the first at {other[0].n_ctx:,}: "
+            f"{other[0].cause}"
+        )
 
 
 def ideal(base, pair):
     """Gain at which the arm's predicted peak is that of the reference at its boundary; predictions between measured contexts are linear."""
-    target = next((row.predicted_peak_bytes for row in base.rows if row.n_ctx == base.last_success and row.predicted_peak_bytes), None)
+    target = next(
+        (row.predicted_peak_bytes for row in base.rows if row.n_ctx == base.last_success and row.predicted_peak_bytes),
+        None,
+    )
     points = sorted({(row.n_ctx, row.predicted_peak_bytes) for row in pair.rows if row.predicted_peak_bytes})
     if target is None or len(points) < 2:
         return None
@@ -256,8 +373,13 @@ def ideal(base, pair):
 
 def ideal_kv(base, pair):
     """Gain at which the nominal KV bytes of the policy are those of the reference at its boundary."""
+
     def n_bytes(row, n):
-        return sum(size * min(n, window + row.n_sink if window else n) for _, size, windows in row.kv_layers for window in windows)
+        return sum(
+            size * min(n, window + row.n_sink if window else n)
+            for _, size, windows in row.kv_layers
+            for window in windows
+        )
 
     target = n_bytes(base.rows[0], base.last_success)
     low, high = 1, 2**26
@@ -276,19 +398,33 @@ def make_sections(rows):
     for row in {row.key: row for row in rows}.values():
         if row.step != "process":
             if missing := [name for name in NEEDED if getattr(row, name) is None]:
-                raise HwkvError(f"the row of {row.arm} at {row.n_ctx:,} tokens cannot be compared: key '{missing[0]}' is missing")
-            key = (row.kind, str(row.machine), row.build_pair, row.model_sha256, str(row.settings), row.memory_limit_bytes)
+                raise HwkvError(
+                    f"the row of {row.arm} at {row.n_ctx:,} tokens cannot be compared: key '{missing[0]}' is missing"
+                )
+            key = (
+                row.kind,
+                str(row.machine),
+                row.build_pair,
+                row.model_sha256,
+                str(row.settings),
+                row.memory_limit_bytes,
+            )
             sets.setdefault(key, []).append(row)
     for key, held in sets.items():
         policies = {}
         for row in held:
             policies.setdefault(row.arm, set()).add(row.policy_fingerprint)
-        sets[key] = [replace(row, arm=f"{row.arm} {row.policy_fingerprint[:8]}") if len(policies[row.arm]) > 1 else row for row in held]
+        sets[key] = [
+            replace(row, arm=f"{row.arm} {row.policy_fingerprint[:8]}") if len(policies[row.arm]) > 1 else row
+            for row in held
+        ]
     views = {"grid": ("memory", "throughput"), "capacity": ("capacity",)}
     for kind in {key[0] for key in sets} - set(views):
         raise HwkvError(f"rows of the unknown kind {kind!r}")
     sections = [Section(sets[key], view) for view in VIEWS for key in sets if view in views[key[0]]]
-    return [s for s in sections if s.view != "throughput" or any(row.prefill_ts for row in s.rows)]  # no failure is shown twice
+    return [
+        s for s in sections if s.view != "throughput" or any(row.prefill_ts for row in s.rows)
+    ]  # no failure is shown twice
 
 
 def warnings(sections):
@@ -296,9 +432,13 @@ def warnings(sections):
     machines, builds = {str(s.rows[0].machine) for s in sections}, {s.rows[0].build_pair for s in sections}
     found = []
     if len(machines) > 1:
-        found.append(f"These rows come from {len(machines)} machines. Each has sections of its own, and no ratio mixes them.")
+        found.append(
+            f"These rows come from {len(machines)} machines. Each has sections of its own, and no ratio mixes them."
+        )
     if len(builds) > 1:
-        found.append(f"These rows come from {len(builds)} sets of builds. Each has sections of its own, and no ratio mixes them.")
+        found.append(
+            f"These rows come from {len(builds)} sets of builds. Each has sections of its own, and no ratio mixes them."
+        )
     return found
 
 

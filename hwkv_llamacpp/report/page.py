@@ -5,19 +5,33 @@ import io
 from dataclasses import asdict
 from pathlib import Path
 
-from ..measure import records
 from ..base.atomic import check_target, replacing
-from .comparison import make_sections, warnings
 from ..errors import HwkvError
+from ..measure import records
+from .comparison import make_sections, warnings
 
-NOT_IN_CSV = ("samples", "kv_layers", "log_tail", "machine", "settings", "arguments", "build_flags", "predicted_parts", "breakdown")
+NOT_IN_CSV = (
+    "samples",
+    "kv_layers",
+    "log_tail",
+    "machine",
+    "settings",
+    "arguments",
+    "build_flags",
+    "predicted_parts",
+    "breakdown",
+)
 
 
 def add_arguments(parser):
-    parser.description = "Tables and figures from the rows of hwkv bench: report.md, report.csv and report.html in one folder."
+    parser.description = (
+        "Tables and figures from the rows of hwkv bench: report.md, report.csv and report.html in one folder."
+    )
     parser.epilog = "example:\n  hwkv report run.jsonl -o report"
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN.jsonl", help="files of rows")
-    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="folder for the files (default: print the Markdown)")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="DIR", help="folder for the files (default: print the Markdown)"
+    )
     parser.add_argument("--force", action="store_true", help="replace files that exist")
 
 
@@ -61,8 +75,13 @@ def csv(rows):
     import pandas
 
     out = io.StringIO()
-    frame = pandas.DataFrame([{name: value for name, value in asdict(row).items() if name not in NOT_IN_CSV}
-                              | {f"set_{name}": value for name, value in row.settings.items()} for row in rows])
+    frame = pandas.DataFrame(
+        [
+            {name: value for name, value in asdict(row).items() if name not in NOT_IN_CSV}
+            | {f"set_{name}": value for name, value in row.settings.items()}
+            for row in rows
+        ]
+    )
     frame.convert_dtypes().to_csv(out, index=False)  # whole numbers stay whole beside missing ones
     return out.getvalue()
 
@@ -71,7 +90,9 @@ def page(sections):
     parts = [f"<p class=warning>{html.escape(text)}</p>" for text in warnings(sections)]
     for section in sections:
         facts = "".join(f"<dt>{html.escape(what)}</dt><dd>{html.escape(text)}</dd>" for what, text in section.about())
-        drawn = "".join(f"<figure>{svg}<figcaption>{html.escape(title)}</figcaption></figure>" for title, svg in section.figures())
+        drawn = "".join(
+            f"<figure>{svg}<figcaption>{html.escape(title)}</figcaption></figure>" for title, svg in section.figures()
+        )
         tables = "".join(f"<div class=wide>{table.html()}</div>" for table in section.tables())
         parts.append(f"<section><h2>{html.escape(section.title)}</h2><dl>{facts}</dl>{drawn}{tables}</section>")
     return PAGE.replace("%BODY%", "".join(parts))

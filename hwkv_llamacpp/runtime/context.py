@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from . import llama_log, native
 from ..errors import HwkvError
 from ..policy.footprint import CACHE_TYPES
+from . import llama_log, native
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,11 @@ class Model:
             if options.n_gpu_layers is not None:
                 params.n_gpu_layers = options.n_gpu_layers
             params.kv_overrides = overrides = (llama_cpp.llama_model_kv_override * 2)()  # the empty key ends it
-            overrides[0].tag, overrides[0].key, overrides[0].value.val_str = llama_cpp.LLAMA_KV_OVERRIDE_TYPE_STR, b"hwkv.policy", b"off"
+            overrides[0].tag, overrides[0].key, overrides[0].value.val_str = (
+                llama_cpp.LLAMA_KV_OVERRIDE_TYPE_STR,
+                b"hwkv.policy",
+                b"off",
+            )
             self._handle = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
         if not self._handle:
             raise HwkvError(f"{path}: llama.cpp cannot load it: {llama_log.reason(logged)}")
@@ -72,7 +76,15 @@ class Model:
             raise HwkvError("the model has no tokenizer: texts cannot be read with it")
         tokenize = native.load().llama_tokenize
         tokens = np.empty(len(data) + 16, dtype=np.int32)
-        n = tokenize(self.vocab, data, len(data), tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), len(tokens), add_special, False)
+        n = tokenize(
+            self.vocab,
+            data,
+            len(data),
+            tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            len(tokens),
+            add_special,
+            False,
+        )
         if n < 0:
             raise HwkvError(f"the model cannot tokenize a text of {len(data)} bytes")
         return tokens[:n]
@@ -132,7 +144,10 @@ class Context:
     def decode(self, tokens, first_pos, wanted):
         """Decodes tokens of sequence 0 from position first_pos. Logits [sum(wanted), n_vocab] float32 where wanted [n_token] is true."""
         llama_cpp = native.load()
-        with batch(tokens, np.arange(first_pos, first_pos + len(tokens)), np.zeros(len(tokens)), wanted) as b, llama_log.texts():
+        with (
+            batch(tokens, np.arange(first_pos, first_pos + len(tokens)), np.zeros(len(tokens)), wanted) as b,
+            llama_log.texts(),
+        ):
             code = llama_cpp.llama_decode(self._handle, b)
         if code != 0:
             raise HwkvError(f"decoding of {len(tokens)} tokens at position {first_pos} failed with {code}")
@@ -151,7 +166,12 @@ def batch(tokens, positions, sequences, wanted):
         b.n_tokens = len(tokens)
         for i in range(len(tokens)):
             b.token[i], b.pos[i], b.n_seq_id[i], b.seq_id[i][0], b.logits[i] = (
-                int(tokens[i]), int(positions[i]), 1, int(sequences[i]), bool(wanted[i]))
+                int(tokens[i]),
+                int(positions[i]),
+                1,
+                int(sequences[i]),
+                bool(wanted[i]),
+            )
         yield b
     finally:
         llama_cpp.llama_batch_free(b)

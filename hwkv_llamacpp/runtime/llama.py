@@ -14,16 +14,19 @@ import os
 import re
 import sys
 
-from . import llama_log, native
 from ..errors import HwkvError
 from ..gguf.geometry import ModelGeometry
 from ..policy.policy import Policy
+from . import llama_log, native
 
 llama_cpp = native.load()
 
 OVERRIDE = "hwkv.policy"
-KNOWN_ARGUMENTS = {name for name, p in inspect.signature(llama_cpp.Llama.__init__).parameters.items()
-                   if name != "self" and p.kind is not p.VAR_KEYWORD}
+KNOWN_ARGUMENTS = {
+    name
+    for name, p in inspect.signature(llama_cpp.Llama.__init__).parameters.items()
+    if name != "self" and p.kind is not p.VAR_KEYWORD
+}
 
 
 class Llama(llama_cpp.Llama):
@@ -39,7 +42,9 @@ class Llama(llama_cpp.Llama):
     def __init__(self, model_path, *, policy="auto", **arguments):
         for name in sorted(set(arguments) - KNOWN_ARGUMENTS):
             near = difflib.get_close_matches(name, KNOWN_ARGUMENTS | {"policy"}, 1)
-            raise TypeError(f"Llama() got an unexpected keyword argument {name!r}{f'; did you mean {near[0]!r}?' if near else ''}")
+            raise TypeError(
+                f"Llama() got an unexpected keyword argument {name!r}{f'; did you mean {near[0]!r}?' if near else ''}"
+            )
         overrides = arguments.pop("kv_overrides", None)
         if OVERRIDE in (overrides or {}):
             raise ValueError(f"give the policy as policy=..., not as kv_overrides[{OVERRIDE!r}]")
@@ -71,7 +76,10 @@ class Llama(llama_cpp.Llama):
         if self.n_tokens > 0 and not self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1):
             past = self.input_ids[: self.n_tokens].tolist()
             if self.verbose:
-                print(f"Llama.eval: the cache cannot go back to {len(past)} tokens, evaluating them again", file=sys.stderr)
+                print(
+                    f"Llama.eval: the cache cannot go back to {len(past)} tokens, evaluating them again",
+                    file=sys.stderr,
+                )
             self._clear()
             super().eval(past)
         super().eval(tokens)

@@ -31,7 +31,11 @@ def texts(echo=False):
 
 def reason(collected):
     """The sentence in such a list that says why a model could not be loaded, or a context not be made."""
-    for pattern in (r"(?:error loading model|failed to initialize the context): (.+)", r".*\b(?:error|failed)\b.*", r".*\S.*"):
+    for pattern in (
+        r"(?:error loading model|failed to initialize the context): (.+)",
+        r".*\b(?:error|failed)\b.*",
+        r".*\S.*",
+    ):
         if found := re.findall(pattern, "".join(collected)):
             return found[-1].strip()
     return "no reason given"

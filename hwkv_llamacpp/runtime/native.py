@@ -28,7 +28,9 @@ def build_dir(upstream=False):
     if upstream:
         group = folder.parent
         if "hwkv" not in group.name:
-            raise HwkvError(f"{folder}: where its unpatched build is cannot be told: a folder hwkv/{folder.name} expected, with upstream/{folder.name} beside it")
+            raise HwkvError(
+                f"{folder}: where its unpatched build is cannot be told: a folder hwkv/{folder.name} expected, with upstream/{folder.name} beside it"
+            )
         folder = group.with_name(group.name.replace("hwkv", "upstream", 1)) / folder.name
     if not (folder / "bin").is_dir():
         what = f"HWKV_BUILD={named} holds no build" if named and not upstream else "the native build is missing"
@@ -81,12 +83,16 @@ def load():
     except OSError:  # no /proc: trust the loader
         foreign = []
     if foreign:
-        raise HwkvError(f"this process has {foreign[0]} loaded instead of the libraries in {path.parent}: "
-                        "import hwkv_llamacpp before llama_cpp, and take that file off LD_PRELOAD and LD_LIBRARY_PATH.")
+        raise HwkvError(
+            f"this process has {foreign[0]} loaded instead of the libraries in {path.parent}: "
+            "import hwkv_llamacpp before llama_cpp, and take that file off LD_PRELOAD and LD_LIBRARY_PATH."
+        )
     try:
         bind(llama_cpp.llama_cpp._lib)
     except AttributeError:
-        raise HwkvError(f"{path} is not a build of this project (it lacks llama_hwkv_register): {BUILD_COMMAND}.") from None
+        raise HwkvError(
+            f"{path} is not a build of this project (it lacks llama_hwkv_register): {BUILD_COMMAND}."
+        ) from None
     return llama_cpp
 
 

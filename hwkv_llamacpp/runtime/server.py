@@ -1,7 +1,7 @@
 """LlamaServer: one fresh llama-server process, from start to exit cause.
 
-    with LlamaServer(ServerOptions(model="model.gguf", policy="policy.json", n_ctx=8192)) as server:
-        answer = server.post("/completion", {"prompt": "Hello", "n_predict": 16})
+with LlamaServer(ServerOptions(model="model.gguf", policy="policy.json", n_ctx=8192)) as server:
+    answer = server.post("/completion", {"prompt": "Hello", "n_predict": 16})
 """
 
 import json
@@ -17,8 +17,8 @@ from pathlib import Path
 
 import requests
 
-from . import native
 from ..errors import HwkvError
+from . import native
 
 
 def flag(name, default=None):
@@ -106,8 +106,14 @@ class LlamaServer:
             with open(self.log_path, "w", errors="surrogateescape") as log:
                 log.write(f"$ {' '.join(command)}\n")
                 log.flush()
-                self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                                                env=environment, preexec_fn=self.setup)
+                self.process = subprocess.Popen(
+                    command,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL,
+                    env=environment,
+                    preexec_fn=self.setup,
+                )
             try:
                 if self.launched:
                     self.launched(self.process.pid)
@@ -133,7 +139,9 @@ class LlamaServer:
             except requests.RequestException:
                 pass
             time.sleep(0.05)
-        raise TimeoutError(f"llama-server was not ready after {self.options.start_timeout_s:g} s; its log is {self.log_path}.")
+        raise TimeoutError(
+            f"llama-server was not ready after {self.options.start_timeout_s:g} s; its log is {self.log_path}."
+        )
 
     def stop(self):
         """Ends the process: asks first, kills after 10 s. Does nothing where it has ended."""
@@ -186,13 +194,17 @@ class LlamaServer:
             except requests.RequestException:
                 raise self._lost(path) from None
             except ValueError:
-                raise HwkvError(f"llama-server answered {path} with something else than JSON; its log is {self.log_path}.") from None
+                raise HwkvError(
+                    f"llama-server answered {path} with something else than JSON; its log is {self.log_path}."
+                ) from None
 
     def _send(self, method, path, body, timeout):
         try:
             return self._request(method, path, body, timeout).json()
         except ValueError:
-            raise HwkvError(f"llama-server answered {path} with something else than JSON; its log is {self.log_path}.") from None
+            raise HwkvError(
+                f"llama-server answered {path} with something else than JSON; its log is {self.log_path}."
+            ) from None
 
     def _lost(self, path):
         """The error for a connection that broke."""
@@ -239,8 +251,14 @@ def free_port():
 def last_error(log):
     """The line of a llama-server log that says best why it ended, or None."""
     lines = [re.sub(r"^[\d.]+ [A-Z] ", "", line.strip()) for line in log.splitlines()[1:]]
-    for pattern in (r"hwkv.*(error|refus|not |cannot)", r"out of memory", r"GGML_ASSERT|GGML_ABORT", r"^error",
-                    r"error loading model|failed to initialize the context|llama_init_from_model", r"error|failed|terminate"):
+    for pattern in (
+        r"hwkv.*(error|refus|not |cannot)",
+        r"out of memory",
+        r"GGML_ASSERT|GGML_ABORT",
+        r"^error",
+        r"error loading model|failed to initialize the context|llama_init_from_model",
+        r"error|failed|terminate",
+    ):
         found = [line for line in lines if re.search(pattern, line, re.IGNORECASE)]
         if found:
             return found[-1].rstrip(".")

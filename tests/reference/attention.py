@@ -30,8 +30,9 @@ def attention(q, k, v, scale, windows, n_sink):
             first = 0 if window is None else max(0, start - window + 1)
             keys = np.concatenate([np.arange(min(n_sink, first)), np.arange(first, rows[-1] + 1)])
             mask = visible(rows, keys, window, n_sink)
-            out[rows, group] = _softmax_average(q[rows, group] * np.float32(scale), k[keys, kv_head],
-                                                v[keys, kv_head], mask)
+            out[rows, group] = _softmax_average(
+                q[rows, group] * np.float32(scale), k[keys, kv_head], v[keys, kv_head], mask
+            )
     return out
 
 

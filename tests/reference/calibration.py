@@ -16,12 +16,14 @@ def scores(q, k, v, scale, positions, candidates, n_sink=0):
     n_gqa = q.shape[1] // n_head_kv
     result = np.empty((len(positions), n_head_kv, len(candidates)))
     for head in range(n_head_kv):
-        queries = q[positions, head * n_gqa:(head + 1) * n_gqa].astype(np.float64)
+        queries = q[positions, head * n_gqa : (head + 1) * n_gqa].astype(np.float64)
         logits = scale * np.einsum("qgd,kd->qgk", queries, k[:, head].astype(np.float64))
 
         def output(window):
             seen = visible(np.asarray(positions), np.arange(len(k)), window, n_sink)[:, None]
-            weights = np.exp(np.where(seen, logits - logits.max(-1, keepdims=True, where=seen, initial=-np.inf), -np.inf))
+            weights = np.exp(
+                np.where(seen, logits - logits.max(-1, keepdims=True, where=seen, initial=-np.inf), -np.inf)
+            )
             return weights / weights.sum(-1, keepdims=True) @ v[:, head].astype(np.float64)
 
         full = output(None)
@@ -45,8 +47,11 @@ def layer_scores(model, sequences, positions, candidates, windows, n_sink=0):
         def look(q, k, v, scale):
             seen[layer].append(scores(q, k, v, scale, at, candidates, n_sink))
             return row
+
         return look
 
     for tokens, at in zip(sequences, positions):
-        model.logits(tokens, {layer: looking(layer, windows[layer], at) for layer in model.configurable}, n_sink, positions=[0])
+        model.logits(
+            tokens, {layer: looking(layer, windows[layer], at) for layer in model.configurable}, n_sink, positions=[0]
+        )
     return {layer: np.concatenate(parts).mean(0) for layer, parts in seen.items()}

@@ -8,7 +8,7 @@ import numpy as np
 from .attention import attention
 from .layers import gelu, rms_norm, rope
 
-SLIDING_PERIOD = 6           # layer il is global when (il + 1) % SLIDING_PERIOD == 0
+SLIDING_PERIOD = 6  # layer il is global when (il + 1) % SLIDING_PERIOD == 0
 SLIDING_ROPE_BASE = 10000.0
 
 
@@ -61,5 +61,5 @@ class Gemma3:
         q = turned("attn_q.weight", self.n_head, "attn_q_norm.weight")
         k = turned("attn_k.weight", self.n_head_kv, "attn_k_norm.weight")
         v = heads("attn_v.weight", self.n_head_kv)
-        out = attention(q, k, v, self.head_dim ** -0.5, row, n_sink)
+        out = attention(q, k, v, self.head_dim**-0.5, row, n_sink)
         return out.reshape(len(x), -1) @ w("attn_output.weight").T

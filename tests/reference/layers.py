@@ -19,7 +19,7 @@ def silu(x):
 
 def gelu(x):
     """GELU in its tanh form."""
-    return 0.5 * x * (1 + np.tanh(np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x ** 3)))
+    return 0.5 * x * (1 + np.tanh(np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x**3)))
 
 
 def softplus(x):

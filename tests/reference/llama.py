@@ -41,5 +41,5 @@ class Llama:
         q = rope(heads("attn_q.weight", self.n_head), self.rope_base, self.n_rot, interleaved=True)
         k = rope(heads("attn_k.weight", self.n_head_kv), self.rope_base, self.n_rot, interleaved=True)
         v = heads("attn_v.weight", self.n_head_kv)
-        out = attention(q, k, v, self.head_dim ** -0.5, row, n_sink)
+        out = attention(q, k, v, self.head_dim**-0.5, row, n_sink)
         return out.reshape(len(x), -1) @ w("attn_output.weight").T

@@ -25,8 +25,7 @@ class Qwen35:
         self.linear_k_heads = weights.value("ssm.group_count")
         self.linear_v_heads = weights.value("ssm.time_step_rank")
         self.interval = weights.value("full_attention_interval", 4)
-        self.configurable = {layer: self.n_head_kv for layer in range(self.n_layer)
-                             if (layer + 1) % self.interval == 0}
+        self.configurable = {layer: self.n_head_kv for layer in range(self.n_layer) if (layer + 1) % self.interval == 0}
 
     def logits(self, tokens, windows, n_sink=0, positions=None):
         """Logits [len(positions), n_vocab] after the tokens at `positions` (default: all)."""
@@ -55,7 +54,7 @@ class Qwen35:
         v = (x @ w("attn_v.weight").T).reshape(n_tokens, self.n_head_kv, self.head_dim)
         q = rope(rms_norm(q, w("attn_q_norm.weight"), self.eps), self.rope_base, self.n_rot, interleaved=False)
         k = rope(rms_norm(k, w("attn_k_norm.weight"), self.eps), self.rope_base, self.n_rot, interleaved=False)
-        out = attention(q, k, v, self.head_dim ** -0.5, row, n_sink) * sigmoid(gate)
+        out = attention(q, k, v, self.head_dim**-0.5, row, n_sink) * sigmoid(gate)
         return out.reshape(n_tokens, -1) @ w("attn_output.weight").T
 
     def _delta_net(self, w, x):
@@ -63,7 +62,7 @@ class Qwen35:
         n_tokens, dim = len(x), self.linear_dim
         mixed = silu(causal_convolution(x @ w("attn_qkv.weight").T, w("ssm_conv1d.weight")))
         q, k, v = np.split(mixed, [dim * self.linear_k_heads, 2 * dim * self.linear_k_heads], axis=-1)
-        q = unit(q.reshape(n_tokens, self.linear_k_heads, dim), self.eps) * np.float32(dim ** -0.5)
+        q = unit(q.reshape(n_tokens, self.linear_k_heads, dim), self.eps) * np.float32(dim**-0.5)
         k = unit(k.reshape(n_tokens, self.linear_k_heads, dim), self.eps)
         v = v.reshape(n_tokens, self.linear_v_heads, dim)
         # value head h reads key head h modulo their number
@@ -80,7 +79,7 @@ def causal_convolution(x, kernel):
     """Depthwise convolution of x [T, channels] with kernel [channels, taps]; the last tap meets the token itself."""
     taps = kernel.shape[1]
     padded = np.concatenate([np.zeros((taps - 1, x.shape[1]), x.dtype), x])
-    return sum(padded[i:i + len(x)] * kernel[:, i] for i in range(taps))
+    return sum(padded[i : i + len(x)] * kernel[:, i] for i in range(taps))
 
 
 def unit(x, eps):

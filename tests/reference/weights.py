@@ -9,9 +9,19 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFValueType
 from gguf.quants import dequantize, quant_shape_to_byte_shape
 
-SCALARS = {GGUFValueType.UINT8: "B", GGUFValueType.INT8: "b", GGUFValueType.UINT16: "H", GGUFValueType.INT16: "h",
-           GGUFValueType.UINT32: "I", GGUFValueType.INT32: "i", GGUFValueType.UINT64: "Q", GGUFValueType.INT64: "q",
-           GGUFValueType.FLOAT32: "f", GGUFValueType.FLOAT64: "d", GGUFValueType.BOOL: "?"}
+SCALARS = {
+    GGUFValueType.UINT8: "B",
+    GGUFValueType.INT8: "b",
+    GGUFValueType.UINT16: "H",
+    GGUFValueType.INT16: "h",
+    GGUFValueType.UINT32: "I",
+    GGUFValueType.INT32: "i",
+    GGUFValueType.UINT64: "Q",
+    GGUFValueType.INT64: "q",
+    GGUFValueType.FLOAT32: "f",
+    GGUFValueType.FLOAT64: "d",
+    GGUFValueType.BOOL: "?",
+}
 
 
 class Weights:
@@ -51,7 +61,7 @@ class Weights:
             shape, kind, offset = self._tensors[name]
             byte_shape = quant_shape_to_byte_shape(shape, GGMLQuantizationType(kind))
             start = self._data_start + offset
-            data = self._bytes[start:start + int(np.prod(byte_shape))].reshape(byte_shape)
+            data = self._bytes[start : start + int(np.prod(byte_shape))].reshape(byte_shape)
             if kind == GGMLQuantizationType.F32:
                 self._ready[name] = data.view(np.float32)
             else:
@@ -82,5 +92,9 @@ def take_value(file, kind):
         return take_text(file)
     if kind == GGUFValueType.ARRAY:
         item, count = take(file, "IQ")
-        return [take_text(file) for _ in range(count)] if item == GGUFValueType.STRING else take(file, f"{count}{SCALARS[item]}")
+        return (
+            [take_text(file) for _ in range(count)]
+            if item == GGUFValueType.STRING
+            else take(file, f"{count}{SCALARS[item]}")
+        )
     return take(file, SCALARS[kind])[0]

@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from ...policy.allocation import allocate
-from ..run import CalibrationRun, check_replay, chosen, read, write
 from ...errors import HwkvError
+from ...policy.allocation import allocate
 from ..layerwise import END, START, Layerwise
+from ..run import CalibrationRun, check_replay, chosen, read, write
 from ..sensitivity import PROBE, Sensitivity, measure, squared_errors
 from ..trace import sample_positions
 
@@ -32,7 +32,11 @@ def calibrate(model, geometry, trace, folder, settings, *, lengths=(), model_sha
     """Records of settings.budgets, each for every number of sinks. Arguments and errors as seqcalib.calibrate()."""
     with _Run(model, geometry, trace, folder, settings, model_sha256, progress) as run:
         lengths = sorted({*lengths, len(trace.sequences[0])})
-        return [run.of_budget(budget, n_sink, lengths) for n_sink in dict.fromkeys(settings.sinks) for budget in dict.fromkeys(settings.budgets)]
+        return [
+            run.of_budget(budget, n_sink, lengths)
+            for n_sink in dict.fromkeys(settings.sinks)
+            for budget in dict.fromkeys(settings.budgets)
+        ]
 
 
 def expected_losses(folder, geometry, n_sink):
@@ -42,10 +46,14 @@ def expected_losses(folder, geometry, n_sink):
     path = _errors_path(folder, tuple((None,) * layer.n_head_kv for layer in layers), n_sink)
     for needed in (*paths, path):
         if not needed.exists():
-            raise HwkvError(f"{folder}: no finished run of hwkv calibrate --method leastkl with --sink {n_sink}: {needed.name} is missing")
+            raise HwkvError(
+                f"{folder}: no finished run of hwkv calibrate --method leastkl with --sink {n_sink}: {needed.name} is missing"
+            )
     made_for = read(Path(folder) / "run.json", lambda data: data["model_fingerprint"])
     if made_for != geometry.fingerprint:
-        raise HwkvError(f"{folder}: a run of another model: its model_fingerprint is {made_for}, {geometry.fingerprint} expected ({geometry.name})")
+        raise HwkvError(
+            f"{folder}: a run of another model: its model_fingerprint is {made_for}, {geometry.fingerprint} expected ({geometry.name})"
+        )
     windows = read(path, lambda data: data["windows"])
     errors = read(path, lambda data: _errors(data, layers, windows))[0]
     held = {layer.layer: read(p, lambda data: _sensitivity(data, layer))[0] for layer, p in zip(layers, paths)}
@@ -65,7 +73,9 @@ def _sensitivity(data, layer):
     seconds = float(data.pop("seconds"))
     found = Sensitivity.from_dict(data)
     if (found.layer, len(found.kl)) != (layer.layer, layer.n_head_kv):
-        raise HwkvError(f"{len(found.kl)} KV heads of layer {found.layer}; {layer.n_head_kv} of layer {layer.layer} expected")
+        raise HwkvError(
+            f"{len(found.kl)} KV heads of layer {found.layer}; {layer.n_head_kv} of layer {layer.layer} expected"
+        )
     return found, seconds
 
 
@@ -75,18 +85,31 @@ def _errors(data, layers, windows):
         raise HwkvError(f"errors under the windows {data['windows']}, {windows} expected")
     for layer in layers:
         if errors[layer.layer].shape != (layer.n_head_kv, len(windows)):
-            raise HwkvError(f"errors of layer {layer.layer} have the shape {errors[layer.layer].shape},"
-                            f" ({layer.n_head_kv}, {len(windows)}) expected")
+            raise HwkvError(
+                f"errors of layer {layer.layer} have the shape {errors[layer.layer].shape},"
+                f" ({layer.n_head_kv}, {len(windows)}) expected"
+            )
     return errors, float(data["seconds"])
 
 
 class _Run(CalibrationRun):
     def __init__(self, model, geometry, trace, folder, settings, model_sha256, progress):
         self.layerwise, self.progress = None, progress
-        self.probe_traces = [t[:settings.probe_tokens] for t in trace.sequences]
+        self.probe_traces = [t[: settings.probe_tokens] for t in trace.sequences]
         if len(self.probe_traces[0]) <= 2 * PROBE:
-            raise HwkvError(f"sensitivities are measured on {len(self.probe_traces[0])} tokens of each trace, more than {2 * PROBE} expected")
-        super().__init__("leastkl", model, geometry, trace, folder, settings, model_sha256, {"probe_tokens": len(self.probe_traces[0])})
+            raise HwkvError(
+                f"sensitivities are measured on {len(self.probe_traces[0])} tokens of each trace, more than {2 * PROBE} expected"
+            )
+        super().__init__(
+            "leastkl",
+            model,
+            geometry,
+            trace,
+            folder,
+            settings,
+            model_sha256,
+            {"probe_tokens": len(self.probe_traces[0])},
+        )
         for n_sink, windows in self.windows.items():  # said before hours of work, not after
             nothing = {layer.layer: np.zeros((layer.n_head_kv, len(windows))) for layer in self.layers}
             for budget in settings.budgets:
@@ -121,9 +144,15 @@ class _Run(CalibrationRun):
             self.release()
             samples = sample_positions(self.probe_traces, self.settings.n_queries, self.settings.seed)
             start = time.monotonic()
-            with tqdm(total=sum(layer.n_head_kv for layer in missing), unit="head", disable=not self.progress,
-                      desc=f"sensitivities, n_sink {n_sink}") as bar:
-                for layer, found in zip(missing, measure(self.model, self.layers, self.probe_traces, samples, n_sink, missing)):
+            with tqdm(
+                total=sum(layer.n_head_kv for layer in missing),
+                unit="head",
+                disable=not self.progress,
+                desc=f"sensitivities, n_sink {n_sink}",
+            ) as bar:
+                for layer, found in zip(
+                    missing, measure(self.model, self.layers, self.probe_traces, samples, n_sink, missing)
+                ):
                     now = time.monotonic()
                     write(paths[layer], json.dumps({**found.to_dict(), "seconds": round(now - start, 3)}) + "\n")
                     start = now
@@ -138,7 +167,13 @@ class _Run(CalibrationRun):
         if not path.exists():
             start = time.monotonic()
             found = {layer.layer: error.tolist() for layer, error in self._walk(rows, n_sink)}
-            write(path, json.dumps({"windows": self.windows[n_sink], "errors": found, "seconds": round(time.monotonic() - start, 3)}) + "\n")
+            write(
+                path,
+                json.dumps(
+                    {"windows": self.windows[n_sink], "errors": found, "seconds": round(time.monotonic() - start, 3)}
+                )
+                + "\n",
+            )
         return read(path, partial(_errors, layers=self.layers, windows=self.windows[n_sink]))
 
     def _walk(self, rows, n_sink):
@@ -147,13 +182,25 @@ class _Run(CalibrationRun):
             self.layerwise = Layerwise(self.model, list(self.trace.sequences), self.samples)
         layerwise = self.layerwise
         layerwise.run(START, self.layers[0].layer)
-        for layer, above, row in tqdm(list(zip(self.layers, [*self.layers[1:], None], rows)), unit="layer", disable=not self.progress,
-                                      desc=f"errors, n_sink {n_sink}", leave=False):
+        for layer, above, row in tqdm(
+            list(zip(self.layers, [*self.layers[1:], None], rows)),
+            unit="layer",
+            disable=not self.progress,
+            desc=f"errors, n_sink {n_sink}",
+            leave=False,
+        ):
             outputs = layerwise.replay(layer, self.windows[n_sink], n_sink)
             error = squared_errors(outputs)
             if not np.isfinite(error).all():
-                raise HwkvError(f"layer {layer.layer}: the attention output on the trace holds values that are no numbers, so no window can be judged")
+                raise HwkvError(
+                    f"layer {layer.layer}: the attention output on the trace holds values that are no numbers, so no window can be judged"
+                )
             layerwise.set_windows(layer.layer, row, n_sink)
             layerwise.run(layer.layer, above.layer if above else END)
-            check_replay(layer, chosen(outputs, row, self.windows[n_sink]), np.concatenate(layerwise.outputs(layer)), self.tolerance)
+            check_replay(
+                layer,
+                chosen(outputs, row, self.windows[n_sink]),
+                np.concatenate(layerwise.outputs(layer)),
+                self.tolerance,
+            )
             yield layer, error

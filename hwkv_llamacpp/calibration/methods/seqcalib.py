@@ -17,9 +17,9 @@ from functools import partial
 import numpy as np
 from tqdm import tqdm
 
-from ..run import CalibrationRun, Settings, check_replay, chosen, read, write
 from ...errors import HwkvError
 from ..layerwise import END, START, Layerwise
+from ..run import CalibrationRun, Settings, check_replay, chosen, read, write
 from ..scores import LayerScores, shortest_window, stabilised_cosine
 
 
@@ -56,7 +56,12 @@ class _Run(CalibrationRun):
             self.walker.restart(n_sink)
         leaves = {}
         taus = sorted(set(self.settings.taus), reverse=True)
-        with tqdm(total=len(taus) * len(self.layers), unit="layer", disable=not self.progress, desc=f"calibrate, n_sink {n_sink}") as bar:
+        with tqdm(
+            total=len(taus) * len(self.layers),
+            unit="layer",
+            disable=not self.progress,
+            desc=f"calibrate, n_sink {n_sink}",
+        ) as bar:
             self._descend((), taus, leaves, bar)
         return leaves
 
@@ -71,7 +76,9 @@ class _Run(CalibrationRun):
         scores, outputs, save = self._scores(rows)
         groups = {}
         for tau in taus:
-            groups.setdefault(tuple(shortest_window(scores.mean[h], scores.windows, tau) for h in range(layer.n_head_kv)), []).append(tau)
+            groups.setdefault(
+                tuple(shortest_window(scores.mean[h], scores.windows, tau) for h in range(layer.n_head_kv)), []
+            ).append(tau)
         bar.update(len(taus))
         forked = len(groups) > 1 and self.walker and self.walker.keep(rows)
         if outputs is not None:
@@ -95,30 +102,49 @@ class _Run(CalibrationRun):
             return self._saved_scores(layer, self.n_sink, path)[0], None, None
         start = time.monotonic()
         if self.walker is None:
-            self.walker = _Walker(Layerwise(self.model, list(self.trace.sequences), self.samples), self.layers, self.tolerance, self.n_sink)
+            self.walker = _Walker(
+                Layerwise(self.model, list(self.trace.sequences), self.samples),
+                self.layers,
+                self.tolerance,
+                self.n_sink,
+            )
         self.walker.go(rows)
         windows = self.windows[self.n_sink]
         outputs = self.walker.layerwise.replay(layer, windows, self.n_sink)
         cosines = [np.concatenate([stabilised_cosine(out) for out in traces]) for traces in outputs]
         scores = LayerScores.from_cosines(layer.layer, windows, self.n_sink, cosines)
         if not np.isfinite(scores.mean).all():
-            raise HwkvError(f"layer {layer.layer}: the attention output on the trace holds values that are no numbers, so no window can be judged")
+            raise HwkvError(
+                f"layer {layer.layer}: the attention output on the trace holds values that are no numbers, so no window can be judged"
+            )
         text = json.dumps({"scores": scores.to_dict(), "seconds": round(time.monotonic() - start, 3)}) + "\n"
-        return LayerScores.from_dict(scores.to_dict()), outputs, partial(write, path, text)  # the scores as a resumed run reads them
+        return (
+            LayerScores.from_dict(scores.to_dict()),
+            outputs,
+            partial(write, path, text),
+        )  # the scores as a resumed run reads them
 
     def _saved_scores(self, layer, n_sink, path):
         """(LayerScores, seconds) of a layer's file."""
+
         def parse(data):
             scores, seconds = LayerScores.from_dict(data["scores"]), float(data["seconds"])
-            if (scores.layer, scores.windows, len(scores.mean)) != (layer.layer, tuple(self.windows[n_sink]), layer.n_head_kv):
-                raise HwkvError(f"scores of layer {scores.layer} with {len(scores.mean)} KV heads and windows {list(scores.windows)}; layer"
-                                f" {layer.layer} with {layer.n_head_kv} and {self.windows[n_sink]} expected")
+            if (scores.layer, scores.windows, len(scores.mean)) != (
+                layer.layer,
+                tuple(self.windows[n_sink]),
+                layer.n_head_kv,
+            ):
+                raise HwkvError(
+                    f"scores of layer {scores.layer} with {len(scores.mean)} KV heads and windows {list(scores.windows)}; layer"
+                    f" {layer.layer} with {layer.n_head_kv} and {self.windows[n_sink]} expected"
+                )
             return scores, seconds
 
         return read(path, parse)
 
     def of_tau(self, tau, n_sink, rows, lengths):
         """The Record of a threshold."""
+
         def cost():
             score, seconds = [], 0.0
             for k, row in enumerate(rows):
@@ -140,8 +166,8 @@ class _Walker:
     def restart(self, n_sink):
         """From here on with another number of sinks."""
         self.n_sink = n_sink
-        self.at = None      # rows below the layer that the last run ended at
-        self.kept = {}      # rows -> number of the saved state
+        self.at = None  # rows below the layer that the last run ended at
+        self.kept = {}  # rows -> number of the saved state
         self.computed = {}  # depth -> rows under which the K and V in the cache of that layer were computed
         self.expected = {}  # rows -> replayed output of the last of them, and what to call when the runtime's is the same
 
@@ -151,8 +177,15 @@ class _Walker:
     def go(self, rows):
         """To the attention of the layer above these rows."""
         if self.at != rows:
-            start = max((known for known in (self.at, *self.kept) if known is not None and known == rows[:len(known)]
-                         and self.computed[len(known)] == known), key=len, default=None)
+            start = max(
+                (
+                    known
+                    for known in (self.at, *self.kept)
+                    if known is not None and known == rows[: len(known)] and self.computed[len(known)] == known
+                ),
+                key=len,
+                default=None,
+            )
             if start is None:
                 self._run(START, self.layers[0].layer, ())
             elif start != self.at:
@@ -162,8 +195,10 @@ class _Walker:
             depth = len(self.at)
             layer, row = self.layers[depth], rows[depth]
             self.layerwise.set_windows(layer.layer, row, self.n_sink)
-            self._run(layer.layer, self.layers[depth + 1].layer if depth + 1 < len(self.layers) else END, rows[:depth + 1])
-            self._check(layer, rows[:depth + 1])
+            self._run(
+                layer.layer, self.layers[depth + 1].layer if depth + 1 < len(self.layers) else END, rows[: depth + 1]
+            )
+            self._check(layer, rows[: depth + 1])
 
     def confirm(self, rows):
         """Runs the last layer's attention under its row too, only to compare it with the replay."""
