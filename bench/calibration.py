@@ -40,8 +40,7 @@ from hwkv_llamacpp.calibration import layerwise
 from hwkv_llamacpp.calibration import trace as traces
 from hwkv_llamacpp.calibration.distortion import DistortionMeter
 from hwkv_llamacpp.calibration.layerwise import Layerwise
-from hwkv_llamacpp.calibration.methods import seqcalib
-from hwkv_llamacpp.calibration.run import Settings
+from hwkv_llamacpp.calibration.methods.seqcalib import SeqCalib
 from hwkv_llamacpp.gguf import digest, testmodels
 from hwkv_llamacpp.measure import machine
 from hwkv_llamacpp.runtime import native
@@ -51,12 +50,12 @@ RESULTS = Path(__file__).parent / "results" / "calibration.jsonl"
 BLAS_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 
 
-def measure(model_path, n_tokens, settings, options):
-    """One arm, in a process of its own: what it took, as the columns of a row. settings: None for the plain prefill."""
+def measure(model_path, n_tokens, method, options):
+    """One arm, in a process of its own: what it took, as the columns of a row. method: None for the plain prefill."""
     with Model(model_path, options) as model:
         trace = traces.default(model, n_tokens)
         geometry = ModelGeometry.from_gguf(model_path)
-        spent = prefill(model, trace) if settings is None else calibration(model, geometry, trace, settings)
+        spent = prefill(model, trace) if method is None else calibration(model, geometry, trace, method)
         return {"trace_sha256": trace.sha256, "n_tokens": n_tokens, "n_sequences": len(trace.sequences), **spent}
 
 
@@ -71,7 +70,7 @@ def prefill(model, trace):
     return {"prefill_s": seconds}
 
 
-def calibration(model, geometry, trace, settings):
+def calibration(model, geometry, trace, method):
     spent = Counter()
 
     def timed(owner, name, part):
@@ -91,7 +90,7 @@ def calibration(model, geometry, trace, settings):
     timed(DistortionMeter, "measure", "held_out_s")
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        records = seqcalib.calibrate(model, geometry, trace, folder, settings, progress=False)
+        records = method.calibrate(model, geometry, trace, folder, progress=False)
         total = time.perf_counter() - start
         scored = [int(path.name.split("-")[0]) for path in (Path(folder) / "layers").iterdir()]
     if min(spent[part] for part in ("runtime_s", "replay_s", "held_out_s")) <= 0:
@@ -123,7 +122,7 @@ def main():
     model = args.model or testmodels.smollm2()
     ModelGeometry.from_gguf(model)  # says what is wrong with it
     options = RuntimeOptions(n_threads=args.threads)
-    arms = {"prefill": None, "one": Settings((args.tau,)), "grid": Settings()}
+    arms = {"prefill": None, "one": SeqCalib((args.tau,)), "grid": SeqCalib()}
     RESULTS.parent.mkdir(exist_ok=True)
     os.environ.update(
         dict.fromkeys(BLAS_THREADS, str(args.threads))
@@ -143,12 +142,12 @@ def main():
     runs = [(i, list(arms)[(i + k) % len(arms)]) for i in range(rounds) for k in range(len(arms))]
     spawn = multiprocessing.get_context("spawn")
     for i, arm in tqdm(runs, desc="calibration", unit="run"):
-        settings = arms[arm]
+        method = arms[arm]
         with ProcessPoolExecutor(1, mp_context=spawn) as process:
-            row = rows[i, arm] = process.submit(measure, model, n_tokens, settings, options).result()
+            row = rows[i, arm] = process.submit(measure, model, n_tokens, method, options).result()
         with open(RESULTS, "a") as file:
             file.write(
-                json.dumps({**about, "round": i, "arm": arm, **({} if settings is None else asdict(settings)), **row})
+                json.dumps({**about, "round": i, "arm": arm, **({} if method is None else asdict(method)), **row})
                 + "\n"
             )
 

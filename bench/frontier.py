@@ -23,10 +23,15 @@ from rich.table import Table
 from tqdm import tqdm
 
 from hwkv_llamacpp import ModelGeometry, Policy
-from hwkv_llamacpp.baselines import handmade
+from hwkv_llamacpp.baselines.budgets import largest
+from hwkv_llamacpp.baselines.duo import duo
+from hwkv_llamacpp.baselines.random import random_windows
+from hwkv_llamacpp.baselines.streaming import streaming
+from hwkv_llamacpp.baselines.uniform import uniform
 from hwkv_llamacpp.calibration import trace as traces
 from hwkv_llamacpp.calibration.distortion import DistortionMeter
-from hwkv_llamacpp.calibration.methods import leastkl, seqcalib
+from hwkv_llamacpp.calibration.methods.leastkl import LeastKL, expected_losses
+from hwkv_llamacpp.calibration.methods.seqcalib import SeqCalib
 from hwkv_llamacpp.calibration.run import Settings
 from hwkv_llamacpp.gguf import digest, testmodels
 from hwkv_llamacpp.plot import figures
@@ -119,26 +124,20 @@ class Arm:
 
 def calibrated(name, subject, model, geometry, trace):
     """(arms of SeqCalib without and with sinks, arms of LeastKL, expected losses under one window and sinks)."""
-    folder, common = native.ROOT / "build" / "frontier" / name, {"n_queries": subject.n_queries}
+    folder = native.ROOT / "build" / "frontier" / name
     thresholds, length = [], subject.n_tokens
+
+    def settings(n_sink):
+        return Settings((n_sink,), tuple(w - n_sink for w in subject.windows), subject.n_queries)
+
     for n_sink, taus in subject.taus.items():
-        settings = Settings(taus, (n_sink,), tuple(w - n_sink for w in subject.windows), **common)
-        for r in seqcalib.calibrate(model, geometry, trace, folder / f"seqcalib-{n_sink}", settings):
-            thresholds.append(
-                Arm("SeqCalib" + f", {n_sink} sinks" * (n_sink > 0), r.setting, r.policy, distortion=r.distortion)
-            )
-    settings = Settings(
-        sinks=(SINKS,),
-        windows=tuple(w - SINKS for w in subject.windows),
-        probe_tokens=subject.probe_tokens,
-        budgets=tuple(Budget(length, share) for share in subject.shares),
-        **common,
-    )
-    ours = [
-        Arm(f"LeastKL, {SINKS} sinks", r.setting, r.policy, distortion=r.distortion)
-        for r in leastkl.calibrate(model, geometry, trace, folder / "leastkl", settings)
-    ]
-    return thresholds, ours, leastkl.expected_losses(folder / "leastkl", geometry, SINKS)[1]
+        found = SeqCalib(taus).calibrate(model, geometry, trace, folder / f"seqcalib-{n_sink}", settings(n_sink))
+        sinks = f", {n_sink} sinks" * (n_sink > 0)
+        thresholds += [Arm(f"SeqCalib{sinks}", r.label, r.policy, distortion=r.distortion) for r in found]
+    method = LeastKL(tuple(Budget(length, share) for share in subject.shares), subject.probe_tokens)
+    found = method.calibrate(model, geometry, trace, folder / "leastkl", settings(SINKS))
+    ours = [Arm(f"LeastKL, {SINKS} sinks", r.label, r.policy, distortion=r.distortion) for r in found]
+    return thresholds, ours, expected_losses(folder / "leastkl", geometry, SINKS)[1]
 
 
 def arms(name, subject, model, geometry, trace):
@@ -151,19 +150,17 @@ def arms(name, subject, model, geometry, trace):
     for share in subject.others:
         budget, setting = Budget(subject.n_tokens, share), f"keep {share:g}"
         result += [
-            Arm("one window", setting, handmade.largest(geometry, budget, lambda w: handmade.uniform(geometry, w))),
+            Arm("one window", setting, largest(geometry, budget, lambda w: uniform(geometry, w))),
             Arm(
                 f"StreamingLLM, {SINKS} sinks",
                 setting,
-                handmade.largest(geometry, budget, lambda w: handmade.streaming(geometry, w, SINKS)),
+                largest(geometry, budget, lambda w: streaming(geometry, w, SINKS)),
             ),
-            Arm(
-                f"DuoAttention's form, {SINKS} sinks", setting, handmade.duo(geometry, at_stream, stream, budget, SINKS)
-            ),
+            Arm(f"DuoAttention's form, {SINKS} sinks", setting, duo(geometry, at_stream, stream, budget, SINKS)),
             Arm(
                 f"random, {SINKS} sinks",
                 setting,
-                handmade.random_windows(
+                random_windows(
                     geometry, [w - SINKS for w in subject.windows] + [None], seed=0, n_sink=SINKS, budget=budget
                 ),
             ),

@@ -24,7 +24,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from hwkv_llamacpp import ModelGeometry
-from hwkv_llamacpp.baselines import handmade
+from hwkv_llamacpp.baselines.pattern import pattern
 from hwkv_llamacpp.gguf import digest
 from hwkv_llamacpp.measure import machine
 from hwkv_llamacpp.measure.case import full_policy
@@ -39,7 +39,7 @@ CASES = {"prefill": (128, 256), "decode": (8, 24)}  # tokens of the shorter and 
 
 def policies(geometry, folder):
     """{arm: value of --hwkv-policy, or None for the unpatched llama-bench}."""
-    row = handmade.pattern(
+    row = pattern(
         geometry,
         by_layer={
             layer.layer: [WINDOWS[h % len(WINDOWS)] for h in range(layer.n_head_kv)] for layer in geometry.configurable

@@ -21,7 +21,8 @@ from rich.table import Table
 from tqdm import tqdm
 
 from hwkv_llamacpp import ModelGeometry, Policy
-from hwkv_llamacpp.baselines import handmade
+from hwkv_llamacpp.baselines.budgets import largest
+from hwkv_llamacpp.baselines.uniform import uniform
 from hwkv_llamacpp.gguf import digest
 from hwkv_llamacpp.policy.budget import Budget
 from hwkv_llamacpp.runtime import native
@@ -70,10 +71,8 @@ def recall(policy, lengths=LENGTHS, n_prompts=20):
 
 def same_size(geometry, policy, n_tokens):
     """The uniform policy that keeps as many cells as the policy at n_tokens, or a few less."""
-    return handmade.largest(
-        geometry,
-        Budget(n_tokens, retention=policy.retention(n_tokens, geometry)),
-        lambda w: handmade.uniform(geometry, w),
+    return largest(
+        geometry, Budget(n_tokens, retention=policy.retention(n_tokens, geometry)), lambda w: uniform(geometry, w)
     )
 
 

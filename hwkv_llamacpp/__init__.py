@@ -13,20 +13,21 @@ need the native build.
 import importlib
 
 from .errors import HwkvError
+from .gguf import embed as _embed  # noqa: F401 (teaches Policy.load() to read GGUF files)
 from .gguf.geometry import ModelGeometry
 from .policy.policy import Policy
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["HwkvError", "Llama", "ModelGeometry", "Policy", "calibrate"]
 
-_NATIVE = {"Llama": ".runtime.llama", "calibrate": ".calibration.calibrate"}
+_ON_FIRST_USE = {"Llama": ".runtime.llama", "calibrate": ".calibration.calibrate"}
 
 
 def __getattr__(name):
-    if name in _NATIVE:
-        return getattr(importlib.import_module(_NATIVE[name], __name__), name)
+    if name in _ON_FIRST_USE:
+        return getattr(importlib.import_module(_ON_FIRST_USE[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__():
-    return sorted([*globals(), *_NATIVE])
+    return sorted([*globals(), *_ON_FIRST_USE])

@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from hwkv_llamacpp import HwkvError, ModelGeometry, Policy
-from hwkv_llamacpp.baselines import handmade
+from hwkv_llamacpp.baselines.uniform import uniform
 from hwkv_llamacpp.measure import case as measure
 from hwkv_llamacpp.measure import memory_limit, records
 from hwkv_llamacpp.policy.footprint import predict
@@ -34,7 +34,7 @@ def built():
 def policy_path(mini_hybrid, tmp_path_factory):
     """7 of 8 KV heads keep 64 tokens."""
     path = tmp_path_factory.mktemp("policy") / "short.json"
-    handmade.uniform(ModelGeometry.from_gguf(mini_hybrid), 64, [(3, 0)]).save(path)
+    uniform(ModelGeometry.from_gguf(mini_hybrid), 64, [(3, 0)]).save(path)
     return path
 
 

@@ -8,7 +8,7 @@ from minilang import needle_prompt
 from reference.random_models import write_llama
 
 from hwkv_llamacpp import HwkvError, ModelGeometry, Policy
-from hwkv_llamacpp.baselines.handmade import uniform
+from hwkv_llamacpp.baselines.uniform import uniform
 from hwkv_llamacpp.gguf.file import GGUFFile
 from hwkv_llamacpp.runtime import native
 

@@ -19,7 +19,7 @@ from gguf import GGUFReader, GGUFValueType
 import hwkv_llamacpp.gguf.embed as embed_module
 from hwkv_llamacpp import HwkvError, ModelGeometry, Policy
 from hwkv_llamacpp.base import atomic
-from hwkv_llamacpp.baselines.handmade import uniform
+from hwkv_llamacpp.baselines.uniform import uniform
 from hwkv_llamacpp.gguf.embed import embed, read_policy
 from hwkv_llamacpp.gguf.file import GGUFFile
 from hwkv_llamacpp.runtime import native

@@ -21,7 +21,8 @@ except HwkvError as error:
     pytest.skip(str(error), allow_module_level=True)
 
 from hwkv_llamacpp.calibration.calibrate import calibrate
-from hwkv_llamacpp.calibration.methods import leastkl, seqcalib
+from hwkv_llamacpp.calibration.methods.leastkl import LeastKL
+from hwkv_llamacpp.calibration.methods.seqcalib import SeqCalib
 from hwkv_llamacpp.calibration.sensitivity import Sensitivity, measure
 from hwkv_llamacpp.runtime.context import Model, RuntimeOptions
 
@@ -56,14 +57,14 @@ def trace(model):
     return traces.Trace((first, second), (third,), {"text": "needles"})
 
 
-def settings(shares=(0.25, 0.4, 0.6), **changes):
-    return Settings(windows=WINDOWS, n_queries=64, budgets=tuple(Budget(N, share) for share in shares), **changes)
+SETTINGS = Settings(windows=WINDOWS, n_queries=64)
+METHOD = LeastKL(tuple(Budget(N, share) for share in (0.25, 0.4, 0.6)))
 
 
 @pytest.fixture(scope="module")
 def run(model, geometry, trace, tmp_path_factory):
     folder = tmp_path_factory.mktemp("leastkl")
-    return folder, leastkl.calibrate(model, geometry, trace, folder, settings(), progress=False)
+    return folder, METHOD.calibrate(model, geometry, trace, folder, SETTINGS, progress=False)
 
 
 def log_probabilities(model, policy, tokens, positions):
@@ -110,10 +111,12 @@ def test_weights():
 
 def test_budgets_are_met(run, geometry):
     _, records = run
-    assert [r.budget["retention"] for r in records] == [0.25, 0.4, 0.6]
+    assert [r.setting["budget"]["retention"] for r in records] == [0.25, 0.4, 0.6]
     for r in records:
         kept = r.policy.retention(N, geometry)
-        assert r.budget["retention"] - 0.1 < kept <= r.budget["retention"] and r.retention[N] == round(kept, 6)
+        assert r.setting["budget"]["retention"] - 0.1 < kept <= r.setting["budget"]["retention"] and r.retention[
+            N
+        ] == round(kept, 6)
         r.policy.check(geometry)
     assert all(r.distortion["kl"] > 0 for r in records)
 
@@ -121,17 +124,15 @@ def test_budgets_are_met(run, geometry):
 def test_less_is_lost_than_with_thresholds(model, geometry, tmp_path):
     """At the sizes of SeqCalib's policies, on held-out text; one head of the miniature matters more than its output tells."""
     trace = traces.from_files(model, [native.ROOT / "policies" / "mini-hybrid" / "trace.txt"], 2048)
-    common = {"windows": (64, 128, 256, 512, 1024), "n_queries": 256}
-    theirs = seqcalib.calibrate(
-        model, geometry, trace, tmp_path / "seqcalib", Settings((0.98, 0.985, 0.99), **common), progress=False
+    settings = Settings(windows=(64, 128, 256, 512, 1024), n_queries=256)
+    theirs = SeqCalib((0.98, 0.985, 0.99)).calibrate(
+        model, geometry, trace, tmp_path / "seqcalib", settings, progress=False
     )
     budgets = tuple(Budget(2048, r.policy.retention(2048, geometry)) for r in theirs)
-    ours = leastkl.calibrate(
-        model, geometry, trace, tmp_path / "leastkl", Settings(budgets=budgets, **common), progress=False
-    )
+    ours = LeastKL(budgets).calibrate(model, geometry, trace, tmp_path / "leastkl", settings, progress=False)
     for a, b in zip(theirs, ours, strict=True):
         print(
-            f"tau {a.tau} keeps {a.retention[2048]:.3f}: KL {a.distortion['kl']:.4f}; leastkl keeps {b.retention[2048]:.3f}: KL {b.distortion['kl']:.4f}"
+            f"{a.label} keeps {a.retention[2048]:.3f}: KL {a.distortion['kl']:.4f}; leastkl keeps {b.retention[2048]:.3f}: KL {b.distortion['kl']:.4f}"
         )
         assert b.retention[2048] <= a.retention[2048]
     assert np.mean([np.log(b.distortion["kl"] / a.distortion["kl"]) for a, b in zip(theirs, ours)]) < np.log(0.5)
@@ -145,7 +146,7 @@ def test_a_run_that_lost_files_gives_the_same(run, model, geometry, trace, tmp_p
     for path in sorted((tmp_path / "run").glob("*/*.json")):
         if rng.random() < 0.5:
             path.unlink()
-    again = leastkl.calibrate(model, geometry, trace, tmp_path / "run", settings(), progress=False)
+    again = METHOD.calibrate(model, geometry, trace, tmp_path / "run", SETTINGS, progress=False)
     assert [r.policy.to_json() for r in again] == [r.policy.to_json() for r in records]
     assert [r.distortion for r in again] == [r.distortion for r in records]
 
@@ -182,7 +183,7 @@ def test_foreign_files_are_named(run, model, geometry, trace, tmp_path, pattern,
     for path in (tmp_path / "run" / "layers").glob(pattern):
         path.write_text(text)
     with pytest.raises(HwkvError, match=re.escape(message)) as caught:
-        leastkl.calibrate(model, geometry, trace, tmp_path / "run", settings(), progress=False)
+        METHOD.calibrate(model, geometry, trace, tmp_path / "run", SETTINGS, progress=False)
     assert str(tmp_path / "run" / "layers") in str(caught.value) and "remove it" in str(caught.value)
 
 
@@ -214,25 +215,20 @@ def test_duo_refuses_a_run_of_another_model(run, hwkv, tmp_path):
 
 def test_another_method_needs_another_folder(run, model, geometry, trace):
     with pytest.raises(HwkvError, match="holds another calibration: its method is leastkl, now it is seqcalib"):
-        seqcalib.calibrate(model, geometry, trace, run[0], settings(), progress=False)
+        SeqCalib().calibrate(model, geometry, trace, run[0], SETTINGS, progress=False)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"tau": 0.9}, "tau is a threshold of the method seqcalib; leastkl takes a budget"),
         ({"budget": 0.5, "budget_bytes": 5}, "at most one can select"),
         (
-            {"settings": Settings(probe_tokens=64)},
+            {"method": LeastKL(probe_tokens=64)},
             "sensitivities are measured on 64 tokens of each trace, more than 64 expected",
         ),
         ({"budget": 0.001}, "not even a window of 256 tokens for every KV head fits"),
         ({"held_out_text": ["x.txt"]}, "held-out text without text to calibrate on"),
-        (
-            {"method": "seqcalib", "settings": Settings(probe_tokens=256)},
-            "probe tokens are what the method leastkl measures",
-        ),
-        ({"method": "best"}, "no method is called 'best'; there are seqcalib, leastkl"),
+        ({"method": "best"}, "no method is called 'best'; there are leastkl, seqcalib"),
     ],
 )
 def test_bad_input(arguments, message, tmp_path):

@@ -15,11 +15,12 @@ from f32 import f32_copy
 from minilang import needle_prompt
 
 from hwkv_llamacpp import ModelGeometry, Policy
-from hwkv_llamacpp.baselines import handmade
-from hwkv_llamacpp.cli.demo import diary
+from hwkv_llamacpp.baselines.pattern import pattern
+from hwkv_llamacpp.baselines.uniform import uniform
 from hwkv_llamacpp.errors import HwkvError
 from hwkv_llamacpp.gguf import testmodels
 from hwkv_llamacpp.gguf.embed import embed
+from hwkv_llamacpp.measure.prompt import diary
 from hwkv_llamacpp.runtime import native
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -96,7 +97,7 @@ def setup(request):
     """(model path, policy, tokens of a long text)"""
     model, rows, text = MODELS[request.param]
     geometry = ModelGeometry.from_gguf(model())
-    policy = handmade.pattern(
+    policy = pattern(
         geometry, by_layer={layer.layer: rows[i % len(rows)] for i, layer in enumerate(geometry.configurable)}
     )
     llm = new(model(), None, n_ctx=256)
@@ -152,7 +153,7 @@ def test_calls_on_other_architectures(random_models, name, n_sink):
     """With random weights a policy moves log-probabilities little, so those of the whole vocabulary are compared, and the limit is a share
     of what the policy does to them."""
     model = next(path for path in random_models if path.stem == name)
-    policy = dataclasses.replace(handmade.uniform(ModelGeometry.from_gguf(model), 64), n_sink=n_sink)
+    policy = dataclasses.replace(uniform(ModelGeometry.from_gguf(model), 64), n_sink=n_sink)
     llm = new(model, policy)
     assert llm.hwkv_info()["n_sink"] == n_sink
     tokens = np.random.default_rng(0).integers(1, llm.n_vocab(), 1100).tolist()
@@ -204,7 +205,7 @@ def test_saved_state_goes_on(setup, noise):
 
 def test_state_of_another_policy_is_refused_and_forgotten(setup, noise):
     model, policy, tokens = setup
-    donor = new(model, handmade.uniform(ModelGeometry.from_gguf(model), 80))
+    donor = new(model, uniform(ModelGeometry.from_gguf(model), 80))
     answer(donor, tokens[:500])
     llm = new(model, policy)
     answer(llm, tokens[:600])
@@ -274,7 +275,7 @@ def test_prompt_lookup_decoding_gives_the_same_tokens():
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
     prompt = new(MINI_HYBRID, None, n_ctx=256).tokenize(needle_prompt(5, 500, 300)[0].encode())
-    policy = handmade.uniform(ModelGeometry.from_gguf(MINI_HYBRID), 64, [(7, 1)])
+    policy = uniform(ModelGeometry.from_gguf(MINI_HYBRID), 64, [(7, 1)])
     results = []
     for draft in (None, LlamaPromptLookupDecoding(num_pred_tokens=5)):
         llm = new(
@@ -290,7 +291,7 @@ def test_prompt_lookup_decoding_gives_the_same_tokens():
 
 @pytest.fixture(scope="module")
 def policy():
-    return handmade.uniform(ModelGeometry.from_gguf(MINI_HYBRID), 64, [(7, 1)])
+    return uniform(ModelGeometry.from_gguf(MINI_HYBRID), 64, [(7, 1)])
 
 
 def fingerprint(policy):

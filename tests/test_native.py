@@ -127,7 +127,7 @@ def test_sanitizers_find_nothing_under_python(sanitized):
 @pytest.mark.parametrize("policy", ["off", "windows"])
 def test_upstream_state_tests(random_models, name, policy, tmp_path):
     from hwkv_llamacpp import ModelGeometry
-    from hwkv_llamacpp.baselines.handmade import uniform
+    from hwkv_llamacpp.baselines.uniform import uniform
 
     path = model(random_models, name)
     value = "off"

@@ -12,7 +12,7 @@ from conftest import write_gguf
 from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
 from hwkv_llamacpp import HwkvError, ModelGeometry, Policy
-from hwkv_llamacpp.baselines import handmade
+from hwkv_llamacpp.baselines.uniform import uniform
 from hwkv_llamacpp.gguf.embed import embed
 from hwkv_llamacpp.plan import dry_run
 from hwkv_llamacpp.runtime import native
@@ -110,7 +110,7 @@ def complete(model, *words, **env):
 @pytest.fixture
 def windows(mini_hybrid, tmp_path):
     path = tmp_path / "policy.json"
-    handmade.uniform(ModelGeometry.from_gguf(mini_hybrid), 64).save(path)
+    uniform(ModelGeometry.from_gguf(mini_hybrid), 64).save(path)
     return path
 
 
@@ -181,7 +181,7 @@ def test_every_program_takes_a_policy(register, mini_hybrid, windows, tmp_path, 
     """And says what it keeps, in the table that README.md shows."""
     (tmp_path / "text").write_text("the old man ran to the sea. " * 900)
     geometry = ModelGeometry.from_gguf(mini_hybrid)
-    policy = handmade.uniform(geometry, 64, [(7, 1)])
+    policy = uniform(geometry, 64, [(7, 1)])
     policy.save(windows, overwrite=True)
     done = subprocess.run(
         [

@@ -10,7 +10,7 @@ import pytest
 from minilang import needle_prompt
 
 from hwkv_llamacpp import HwkvError, ModelGeometry, Policy
-from hwkv_llamacpp.baselines import handmade
+from hwkv_llamacpp.baselines.matrix import matrix
 from hwkv_llamacpp.plan import dry_run
 from hwkv_llamacpp.plan.planner import Header, Planner, excess, largest_context
 from hwkv_llamacpp.runtime import native
@@ -63,7 +63,7 @@ def test_qwen_from_its_keys_alone(qwen):
 def test_the_papers_accounting(qwen):
     """7.0 GiB of full KV at 112K; retention 68.95 % saves 2.17 GiB, 8.59 % of a peak of 25.3 GiB."""
     geometry = ModelGeometry.from_gguf(qwen[0])
-    policy = handmade.matrix(geometry, QWEN_POLICY)
+    policy = matrix(geometry, QWEN_POLICY)
     retention = policy.retention(114688, geometry)
     assert f"{retention:.2%}" == "68.95%"
     saved = (1 - retention) * 7 * GIB
@@ -83,7 +83,7 @@ def test_the_dry_run_agrees_with_the_formulas(built, qwen):
     assert exact.parts()["weights"] == pytest.approx(tensors.header.weight_bytes, abs=2 * 2**20)
     assert 100 * 2**20 < exact.parts()["compute"] < GIB and exact.unknown == ()
     # at a window's cells the policy's dry run agrees, too, or plan() would have raised
-    policy = handmade.matrix(tensors.geometry, QWEN_POLICY)
+    policy = matrix(tensors.geometry, QWEN_POLICY)
     path = qwen[0].parent / "policy.json"
     policy.save(path)
     assert tensors.plan(context(qwen[1], 114688, policy=str(path)), policy).kv_bytes < 0.7 * exact.kv_bytes

@@ -6,7 +6,10 @@ import random
 import pytest
 
 from hwkv_llamacpp import HwkvError, ModelGeometry, Policy
-from hwkv_llamacpp.baselines.handmade import format_row, matrix, parse_row, pattern, uniform
+from hwkv_llamacpp.baselines.matrix import matrix
+from hwkv_llamacpp.baselines.pattern import pattern
+from hwkv_llamacpp.baselines.rows import format_row, parse_row
+from hwkv_llamacpp.baselines.uniform import uniform
 
 CANONICAL = """\
 {

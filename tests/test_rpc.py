@@ -12,7 +12,7 @@ from answers import ask, difference
 from minilang import needle_prompt
 
 from hwkv_llamacpp import ModelGeometry
-from hwkv_llamacpp.baselines import handmade
+from hwkv_llamacpp.baselines.pattern import pattern
 from hwkv_llamacpp.runtime import native
 from hwkv_llamacpp.runtime.server import LlamaServer, ServerOptions, free_port
 
@@ -59,9 +59,7 @@ def wait_for_port(port, process):
 
 def test_layers_on_two_rpc_servers_give_the_local_logits(rpc_servers, mini_hybrid, tmp_path):
     path = tmp_path / "policy.json"
-    handmade.pattern(
-        ModelGeometry.from_gguf(mini_hybrid), by_layer={3: [64, None, 200, 64], 7: [100, 64, None, 64]}
-    ).save(path)
+    pattern(ModelGeometry.from_gguf(mini_hybrid), by_layer={3: [64, None, 200, 64], 7: [100, 64, None, 64]}).save(path)
     text = needle_prompt(7, 1500, 900)[0]
     answers, kv = {}, {}
     for name, flags in (("local", ()), ("rpc", ("--rpc", rpc_servers, "-ngl", "99", "-ts", "1,1"))):

@@ -3,9 +3,10 @@
 import pytest
 
 from hwkv_llamacpp import HwkvError, ModelGeometry
-from hwkv_llamacpp.baselines.handmade import uniform
+from hwkv_llamacpp.baselines.uniform import uniform
 from hwkv_llamacpp.calibration.run import Record
-from hwkv_llamacpp.calibration.selection import by_bytes, by_retention, by_tau
+from hwkv_llamacpp.calibration.selection import by_tau, within
+from hwkv_llamacpp.policy.budget import Budget
 from hwkv_llamacpp.policy.footprint import predict
 
 
@@ -22,7 +23,15 @@ def geometry(metadata_gguf):
 
 def record(geometry, tau, window, kl, n_sink=0):
     """Of a policy that keeps window / 1024 of the cells at 1,024 tokens."""
-    return Record(tau, n_sink, uniform(geometry, window, n_sink=n_sink), {}, 1.0, {"kl": kl}, 0.0)
+    return Record({"tau": tau}, n_sink, uniform(geometry, window, n_sink=n_sink), {}, 1.0, {"kl": kl}, 0.0)
+
+
+def by_retention(records, geometry, share, n_ctx):
+    return within(records, geometry, Budget(n_ctx, share))
+
+
+def by_bytes(records, geometry, n_bytes, n_ctx, **context):
+    return within(records, geometry, Budget(n_ctx, None, n_bytes, context))
 
 
 @pytest.fixture
@@ -42,12 +51,12 @@ def records(geometry):
 def test_least_distortion_within_a_retention(geometry, records, share, tau):
     """Not the most that fits: 0.99 keeps more than 0.95, and is worse."""
     for order in (records, records[::-1]):
-        assert by_retention(order, geometry, share, 1024).tau == tau
+        assert by_retention(order, geometry, share, 1024).setting["tau"] == tau
 
 
 def test_the_retention_is_that_at_the_stated_context(geometry, records):
-    assert by_retention(records, geometry, 0.25, 512).tau == 0.9
-    assert by_retention(records, geometry, 0.125, 8192).tau == 0.999
+    assert by_retention(records, geometry, 0.25, 512).setting["tau"] == 0.9
+    assert by_retention(records, geometry, 0.125, 8192).setting["tau"] == 0.999
 
 
 def test_ties(geometry):
@@ -59,38 +68,35 @@ def test_ties(geometry):
         record(geometry, 0.99, 768, 0.1),
     ]
     for order in (same, same[::-1], same[2:] + same[:2]):
-        assert by_retention(order, geometry, 0.9, 1024).tau == 0.98
-        assert by_bytes(order, geometry, 2**30, 1024).tau == 0.98
+        assert by_retention(order, geometry, 0.9, 1024).setting["tau"] == 0.98
+        assert by_bytes(order, geometry, 2**30, 1024).setting["tau"] == 0.98
 
 
 def test_retention_counts_the_sink_positions(geometry):
     with_sinks = [record(geometry, 0.9, 256, 0.1, n_sink=4), record(geometry, 0.95, 128, 0.2)]
-    assert by_retention(with_sinks, geometry, 260 / 1024, 1024).tau == 0.9
-    assert by_retention(with_sinks, geometry, 259 / 1024, 1024).tau == 0.95
+    assert by_retention(with_sinks, geometry, 260 / 1024, 1024).setting["tau"] == 0.9
+    assert by_retention(with_sinks, geometry, 259 / 1024, 1024).setting["tau"] == 0.95
 
 
 def test_none_fits_names_the_nearest(geometry, records):
     with pytest.raises(HwkvError) as caught:
         by_retention(records, geometry, 0.1, 1024)
     assert str(caught.value).startswith(
-        "no record fits the budget of 0.1: the nearest, tau 0.9, keeps 0.1250 of the KV cells at 1024 tokens; lower"
+        "no record fits the budget: the nearest, tau 0.9, is a retention of 0.125 at 1,024 tokens, at most 0.1 expected; lower"
     )
 
 
 def test_bytes_are_those_that_the_runtime_allocates(geometry, records):
     """Cells carry room for a micro-batch and come in blocks of 256, and a cache type has its own size."""
     for options in ({"n_ubatch": 64}, {"n_ubatch": 64, "type_k": "q8_0", "type_v": "q4_0"}):
-        costs = {r.tau: predict(geometry, r.policy, 8192, **options).kv_bytes for r in records}
-        assert by_bytes(records, geometry, costs[0.999], 8192, **options).tau == 0.999
-        assert by_bytes(records, geometry, costs[0.999] - 1, 8192, **options).tau == 0.95
-        assert by_bytes(records, geometry, costs[0.95] - 1, 8192, **options).tau == 0.9
+        costs = {r.setting["tau"]: predict(geometry, r.policy, 8192, **options).kv_bytes for r in records}
+        assert by_bytes(records, geometry, costs[0.999], 8192, **options).setting["tau"] == 0.999
+        assert by_bytes(records, geometry, costs[0.999] - 1, 8192, **options).setting["tau"] == 0.95
+        assert by_bytes(records, geometry, costs[0.95] - 1, 8192, **options).setting["tau"] == 0.9
         with pytest.raises(HwkvError) as caught:
             by_bytes(records, geometry, costs[0.9] - 1, 8192, **options)
-        mib = f"{costs[0.9] / 2**20:,.1f} MiB"
-        assert (
-            f"no record fits the budget of {mib}: the nearest, tau 0.9, takes {mib} of KV cache at 8192 tokens"
-            in str(caught.value)
-        )
+        kept = f"{costs[0.9]:,} bytes at 8,192 tokens, at most {costs[0.9] - 1:,} expected"
+        assert f"no record fits the budget: the nearest, tau 0.9, is {kept}" in str(caught.value)
 
 
 def test_by_tau(geometry, records):

@@ -21,7 +21,7 @@ from reference.random_models import write_llama
 
 from hwkv_llamacpp import HwkvError, ModelGeometry, Policy
 from hwkv_llamacpp.calibration import trace as traces
-from hwkv_llamacpp.calibration.methods.seqcalib import _Run, calibrate
+from hwkv_llamacpp.calibration.methods.seqcalib import SeqCalib, file_name
 from hwkv_llamacpp.calibration.run import Settings
 from hwkv_llamacpp.calibration.scores import LayerScores
 from hwkv_llamacpp.gguf import testmodels
@@ -51,9 +51,9 @@ def needles(n_prompts, first=0):
 
 def saved_scores(folder, geometry, policy):
     """{layer: LayerScores} that a run kept, each under the policy's windows below it."""
-    run = SimpleNamespace(folder=Path(folder), layers=geometry.configurable)
     rows = tuple(policy.row(layer) for layer in geometry.configurable)
-    paths = [_Run._layer_file(run, policy.n_sink, rows[:i]) for i in range(len(rows))]
+    layers = Path(folder) / "layers"
+    paths = [layers / file_name(geometry.configurable, policy.n_sink, rows[:i]) for i in range(len(rows))]
     return {s.layer: s for s in (LayerScores.from_dict(json.loads(path.read_text())["scores"]) for path in paths)}
 
 
@@ -101,12 +101,9 @@ def compared(request, tmp_path_factory):
     """Two thresholds calibrated, and what the independent implementation scores under their policies and with full history."""
     path, trace, windows, n_sink, n_queries, tau, tolerance = request.param()
     folder = tmp_path_factory.mktemp("run")
-    geometry, settings = (
-        ModelGeometry.from_gguf(path),
-        Settings((tau, SHORT), (n_sink,), windows=windows, n_queries=n_queries),
-    )
+    geometry, settings = (ModelGeometry.from_gguf(path), Settings((n_sink,), windows, n_queries))
     with Model(path, options()) as model:
-        records = calibrate(model, geometry, trace, folder, settings, progress=False)
+        records = SeqCalib((tau, SHORT)).calibrate(model, geometry, trace, folder, settings, progress=False)
     truth = reference.load(str(path))
     positions = traces.sample_positions(trace.sequences, n_queries, settings.seed)
 
@@ -120,9 +117,9 @@ def compared(request, tmp_path_factory):
         geometry=geometry,
         tolerance=tolerance,
         taus={"usual": tau, "short": SHORT},
-        policies={r.tau: r.policy for r in records},
-        actual={r.tau: saved_scores(folder, geometry, r.policy) for r in records},
-        expected={**{r.tau: expected(r.policy) for r in records}, "full": expected(Policy())},
+        policies={r.setting["tau"]: r.policy for r in records},
+        actual={r.setting["tau"]: saved_scores(folder, geometry, r.policy) for r in records},
+        expected={**{r.setting["tau"]: expected(r.policy) for r in records}, "full": expected(Policy())},
     )
 
 
@@ -175,13 +172,13 @@ def mini():
     with Model(path, options()) as model:
         tokens = model.tokenize(needles(3), add_special=True)
     trace = traces.Trace((tokens[:200], tokens[200:400]), (tokens[400:500],), {})
-    return path, ModelGeometry.from_gguf(path), trace, Settings((0.9, 0.999), windows=(8, 32, 100), n_queries=32)
+    return path, ModelGeometry.from_gguf(path), trace, Settings(windows=(8, 32, 100), n_queries=32)
 
 
 def run_mini(mini, folder, **changes):
     path, geometry, trace, settings = mini
     with Model(path, options(**changes)) as model:
-        return calibrate(model, geometry, trace, folder, settings, progress=False)
+        return SeqCalib((0.9, 0.999)).calibrate(model, geometry, trace, folder, settings, progress=False)
 
 
 @pytest.mark.parametrize(("type_kv", "layer"), [("f16", 3), ("f16", 7), ("q8_0", 7)])
@@ -228,13 +225,8 @@ def test_values_that_are_no_numbers_stop_the_calibration(tmp_path):
         with pytest.raises(
             HwkvError, match="layer 1: the attention output on the trace holds values that are no numbers"
         ):
-            calibrate(
-                model,
-                ModelGeometry.from_gguf(path),
-                trace,
-                tmp_path / "run",
-                Settings((0.9,), windows=(16,)),
-                progress=False,
+            SeqCalib((0.9,)).calibrate(
+                model, ModelGeometry.from_gguf(path), trace, tmp_path / "run", Settings(windows=(16,)), progress=False
             )
     assert [path.name[:3] for path in (tmp_path / "run" / "layers").iterdir()] == ["000"]
 
@@ -310,7 +302,7 @@ def undisturbed(command, tmp_path_factory):
 def records(run):
     """{(tau, n_sink): record as a dict}."""
     return {
-        (data["tau"], data["n_sink"]): data
+        (data["setting"]["tau"], data["n_sink"]): data
         for data in (
             json.loads(path.read_text()) for path in (run / "records").iterdir() if not path.name.startswith(".")
         )
@@ -384,14 +376,14 @@ def test_provenance_has_the_windows_that_were_tried(hwkv, mini_hybrid, tmp_path)
     code, out, err = hwkv(*words, "--json")
     assert code == 0, err
     data = json.loads(out)
-    assert [(r["n_sink"], r["tau"], r["policy"]["provenance"]["windows"]) for r in data["records"]] == [
+    assert [(r["n_sink"], r["setting"]["tau"], r["policy"]["provenance"]["windows"]) for r in data["records"]] == [
         (0, 0.9, [256]),
         (0, 0.99, [256]),
         (4, 0.9, [252]),
         (4, 0.99, [252]),
     ]
     best = min((r for r in data["records"] if r["retention"]["4096"] <= 0.7), key=lambda r: r["distortion"]["kl"])
-    assert (data["selected"]["n_sink"], data["selected"]["tau"]) == (best["n_sink"], best["tau"])
+    assert (data["selected"]["n_sink"], data["selected"]["tau"]) == (best["n_sink"], best["setting"]["tau"])
     assert Policy.load(tmp_path / "p.v2").n_sink == best["n_sink"]
     assert {path.name for path in tmp_path.iterdir()} == {"p.v2", "p.v2.calib"} and (
         tmp_path / "p.v2.calib" / "pareto.png"
@@ -424,8 +416,8 @@ def test_selection_from_a_finished_run(undisturbed, command, hwkv, tmp_path):
         selected = json.loads(out)["selected"]
         held = records(run)
         if chosen is None:  # all fit: the least KL
-            chosen = min(held.values(), key=lambda r: r["distortion"]["kl"])["tau"]
-        assert selected == {"tau": chosen, "budget": None, "n_sink": 0}
+            chosen = min(held.values(), key=lambda r: r["distortion"]["kl"])["setting"]["tau"]
+        assert selected == {"tau": chosen, "n_sink": 0}
         assert Policy.load(tmp_path / f"{i}.json") == Policy.from_json(json.dumps(held[chosen, 0]["policy"]))
     assert {path: path.stat().st_mtime_ns for path in before} == before
 

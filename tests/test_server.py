@@ -16,11 +16,12 @@ from f32 import f32_copy
 from minilang import needle_prompt
 
 from hwkv_llamacpp import ModelGeometry
-from hwkv_llamacpp.baselines import handmade
-from hwkv_llamacpp.cli.demo import diary
+from hwkv_llamacpp.baselines.pattern import pattern
+from hwkv_llamacpp.baselines.uniform import uniform
 from hwkv_llamacpp.errors import HwkvError
 from hwkv_llamacpp.gguf import testmodels
 from hwkv_llamacpp.gguf.embed import embed
+from hwkv_llamacpp.measure.prompt import diary
 from hwkv_llamacpp.runtime import native
 from hwkv_llamacpp.runtime.server import LlamaServer, ServerOptions
 
@@ -59,9 +60,7 @@ class Case:
     def policy(self):
         geometry = ModelGeometry.from_gguf(self.model)
         layers = [layer.layer for layer in geometry.configurable]
-        policy = handmade.pattern(
-            geometry, by_layer={il: list(self.rows[i % len(self.rows)]) for i, il in enumerate(layers)}
-        )
+        policy = pattern(geometry, by_layer={il: list(self.rows[i % len(self.rows)]) for i, il in enumerate(layers)})
         return dataclasses.replace(policy, n_sink=self.n_sink)
 
 
@@ -337,7 +336,7 @@ def test_slot_file_of_another_policy_is_refused(case, options, noise, tmp_path, 
         changed = dataclasses.replace(options, policy="off")
     else:
         path = tmp_path / "other.json"
-        policy = handmade.uniform(ModelGeometry.from_gguf(case.model), 80)
+        policy = uniform(ModelGeometry.from_gguf(case.model), 80)
         if case.n_sink:
             policy = dataclasses.replace(case.policy(), n_sink=case.n_sink - 1)
         policy.save(path)
@@ -391,10 +390,7 @@ def test_needles_are_found_by_the_head_that_stays_full(tmp_path):
     geometry = ModelGeometry.from_gguf(MINI_HYBRID)
     prompts = [needle_prompt(seed, 1500, 900) for seed in range(12)]
     found = {}
-    for name, policy in (
-        ("head 7.1 full", handmade.uniform(geometry, 64, [(7, 1)])),
-        ("all windowed", handmade.uniform(geometry, 64)),
-    ):
+    for name, policy in (("head 7.1 full", uniform(geometry, 64, [(7, 1)])), ("all windowed", uniform(geometry, 64))):
         policy.save(tmp_path / "policy.json")
         options = ServerOptions(
             model=MINI_HYBRID, policy=tmp_path / "policy.json", n_ctx=2048, n_ubatch=128, n_parallel=1, flash_attn="on"
@@ -413,11 +409,11 @@ def test_needles_are_found_by_the_head_that_stays_full(tmp_path):
 def test_router_gives_each_model_its_policy(tmp_path):
     policy = tmp_path / "policy.json"
     geometry = ModelGeometry.from_gguf(MINI_HYBRID)
-    handmade.uniform(geometry, 64).save(policy)
+    uniform(geometry, 64).save(policy)
     from hwkv_llamacpp.gguf.embed import embed
 
     model = tmp_path / "embedded.gguf"
-    embed(MINI_HYBRID, handmade.uniform(geometry, 128), model)
+    embed(MINI_HYBRID, uniform(geometry, 128), model)
     presets = tmp_path / "models.ini"
     presets.write_text(
         f"version = 1\n[*]\nc = 2048\nub = 128\nnp = 1\nhwkv-policy = embedded\n"

@@ -16,7 +16,7 @@ from answers import ask, difference, limit
 from minilang import needle_prompt
 
 from hwkv_llamacpp import ModelGeometry
-from hwkv_llamacpp.baselines import handmade
+from hwkv_llamacpp.baselines.pattern import pattern
 from hwkv_llamacpp.plan import dry_run
 from hwkv_llamacpp.runtime import native
 from hwkv_llamacpp.runtime.server import LlamaServer, ServerOptions
@@ -79,9 +79,7 @@ def test_logits_states_and_layerwise(vulkan):
 def options(mini_hybrid, tmp_path):
     """A server of the mini hybrid under a policy of four windows."""
     path = tmp_path / "policy.json"
-    handmade.pattern(
-        ModelGeometry.from_gguf(mini_hybrid), by_layer={3: [64, None, 200, 64], 7: [100, 64, None, 64]}
-    ).save(path)
+    pattern(ModelGeometry.from_gguf(mini_hybrid), by_layer={3: [64, None, 200, 64], 7: [100, 64, None, 64]}).save(path)
     return ServerOptions(
         model=mini_hybrid,
         policy=path,

@@ -37,6 +37,14 @@ def listed(item):
     return lambda text: list(dict.fromkeys(item(part) for part in text.split(",")))
 
 
+def index(text):
+    """A number of a layer or KV head."""
+    text = text.strip()
+    if not (text.isascii() and text.isdigit() and len(text) <= 9):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number of a layer or KV head")
+    return int(text)
+
+
 def error(text, expected):
     """To be raised by a parser."""
     return argparse.ArgumentTypeError(f"{text[:40]!r} is not {expected}")

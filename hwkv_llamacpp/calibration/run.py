@@ -1,7 +1,8 @@
-"""What the methods of calibration share: what is asked for, the folder that keeps a run, and the records that come out."""
+"""A calibration at work: what every method is asked for and given, the folder that keeps the run, and its records."""
 
 import importlib.metadata
 import json
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -10,36 +11,27 @@ import numpy as np
 from .. import __version__
 from ..base.atomic import replacing
 from ..errors import HwkvError
-from ..policy.budget import Budget
 from ..policy.policy import Policy
 from .distortion import Distortion, DistortionMeter
+from .layerwise import Layerwise
 from .trace import sample_positions
 
-TAUS = (0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
-# Squared error of the replayed attention output against the runtime's, relative to the output's energy. The runtime sums V in half
-# precision on some backends, and rounds Q to 8 bits for quantised K.
+# Squared error of the replayed attention output against the runtime's, relative to the output's energy. The runtime
+# sums V in half precision on some backends, and rounds Q to 8 bits for quantised K.
 TOLERANCE = {True: 2e-3, False: 2e-2}  # K and V as F32, F16 or BF16: True
 ELSEWHERE = "remove the folder or name another one with --run"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a calibration is asked for. windows None: powers of two from 256 to half of the trace, less n_sink."""
+    """What every method is asked for. windows None: powers of two from 256 to half of the trace, less n_sink."""
 
-    taus: tuple[float, ...] = TAUS  # of SeqCalib
     sinks: tuple[int, ...] = (0,)  # numbers of first positions that every window sees; each is calibrated by itself
     windows: tuple[int, ...] | None = None
     n_queries: int = 128  # of each trace sequence
     seed: int = 0
-    budgets: tuple[Budget, ...] = ()  # of LeastKL
-    probe_tokens: int | None = None  # of each trace sequence, to measure sensitivities on; None: all
 
     def __post_init__(self):
-        for tau in self.taus:
-            if not 0 < tau <= 1:
-                raise HwkvError(f"tau is {tau}, a number above 0 and up to 1 expected")
-        if not self.taus:
-            raise HwkvError("no tau is given, at least one expected")
         if not self.sinks or min(self.sinks) < 0:
             raise HwkvError(f"n_sink is {min(self.sinks, default='not given')}, 0 or more expected")
         if self.n_queries < 1:
@@ -65,49 +57,49 @@ class Settings:
 
 @dataclass(frozen=True)
 class Record:
-    """One policy that a calibration found: for a threshold tau, or, where that is None, for a budget.
+    """One policy that a calibration found.
 
-    budget: Budget.describe(). retention: {n_tokens: share of KV cells kept}. mean_score: SeqCalib's, over the KV heads, of the window that
-    each got (full: 1). distortion: of the policy on the held-out text, see distortion.Distortion. seconds: what finding it took, work that
-    is shared with other records included.
+    setting: what was asked for, such as {"tau": 0.98} or {"budget": Budget.describe()}; the method's own keys.
+    retention: {n_tokens: share of KV cells kept}. mean_score: over the KV heads, of the window that each got (full: 1);
+    None where the method has no scores. distortion: of the policy on the held-out text, see distortion.Distortion.
+    seconds: what finding it took, work that is shared with other records included.
     """
 
-    tau: float | None
+    setting: dict
     n_sink: int
     policy: Policy
     retention: dict[int, float]
     mean_score: float | None
     distortion: dict
     seconds: float
-    budget: dict | None = None
 
     @property
-    def setting(self):
+    def label(self) -> str:
         """What was asked for, in few words."""
-        if self.tau is not None:
-            return f"tau {self.tau:g}"
-        if "retention" in self.budget:
-            return f"keep {self.budget['retention']:g}"
-        return f"{self.budget['budget_bytes'] / 2**20:,.0f} MiB"
+        words = []
+        for key, value in self.setting.items():
+            if key == "budget" and "retention" in value:
+                words.append(f"keep {value['retention']:g}")
+            elif key == "budget":
+                words.append(f"{value['budget_bytes'] / 2**20:,.0f} MiB")
+            else:
+                words.append(f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}")
+        return ", ".join(words)
 
     @property
-    def file_stem(self):
-        return f"sink{self.n_sink}-{self.setting.replace(' ', '').replace(',', '')}"
+    def file_stem(self) -> str:
+        """For the names of its files."""
+        return f"sink{self.n_sink}-{re.sub(r'[^A-Za-z0-9.]', '', self.label)}"
 
-    def to_json(self):
+    def to_json(self) -> str:
         data = {**asdict(self), "policy": json.loads(self.policy.to_json())}
         return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
 
     @classmethod
-    def from_data(cls, data):
+    def from_data(cls, data: dict) -> "Record":
         Distortion(**data["distortion"])
-        return cls(
-            **{
-                **data,
-                "policy": Policy.from_json(json.dumps(data["policy"])),
-                "retention": {int(n): x for n, x in data["retention"].items()},
-            }
-        )
+        policy = Policy.from_json(json.dumps(data["policy"]))
+        return cls(**{**data, "policy": policy, "retention": {int(n): x for n, x in data["retention"].items()}})
 
 
 def check_model(geometry):
@@ -119,34 +111,48 @@ def check_model(geometry):
 
 
 class CalibrationRun:
-    """A calibration at work, and its folder. Close it, or use it in a with statement.
+    """A calibration at work, and its folder: what a method is given. Close it, or use it in a with statement.
 
-    method: its name. windows: {n_sink: candidates, ascending}. HwkvError if the folder holds another calibration.
+    layers: the configurable ones, in execution order. windows: {n_sink: candidates, ascending}. samples: the query
+    positions of each trace sequence. budget: the Budget that was asked for, or None. HwkvError if the folder holds
+    another calibration.
     """
 
-    def __init__(self, method, model, geometry, trace, folder, settings, model_sha256=None, more=None):
+    def __init__(
+        self,
+        method,
+        model,
+        geometry,
+        trace,
+        folder,
+        settings=Settings(),
+        *,
+        lengths=(),
+        budget=None,
+        model_sha256=None,
+        progress=True,
+    ):
+        """method: a Method. lengths: token counts at which retention is recorded, besides the trace's own."""
         check_model(geometry)
-        self.model, self.geometry, self.trace, self.folder, self.settings = (
-            model,
-            geometry,
-            trace,
-            Path(folder),
-            settings,
-        )
+        self.model, self.geometry, self.trace = model, geometry, trace
+        self.folder, self.settings, self.budget, self.progress = Path(folder), settings, budget, progress
         self.layers = geometry.configurable
         self.n_tokens = len(trace.sequences[0])
-        self.windows = {n_sink: settings.candidates(self.n_tokens, n_sink) for n_sink in settings.sinks}
+        self.lengths = sorted({*lengths, self.n_tokens})
+        self.sinks = tuple(dict.fromkeys(settings.sinks))
+        self.windows = {n_sink: settings.candidates(self.n_tokens, n_sink) for n_sink in self.sinks}
         self.samples = sample_positions(trace.sequences, settings.n_queries, settings.seed)
         self.tolerance = TOLERANCE[{model.options.type_k, model.options.type_v} <= {"f32", "f16", "bf16"}]
-        self.meter = None
-        self.measured = {}  # fingerprint of a policy -> Distortion: thresholds often choose alike
+        self._layerwise: Layerwise | None = None
+        self._meter: DistortionMeter | None = None
+        self._measured = {}  # fingerprint of a policy -> Distortion: thresholds often choose alike
         self.identity = {
-            "method": method,
+            "method": method.name,
             "n_ctx": self.n_tokens,
             "windows": settings.candidates(self.n_tokens),
             "n_queries": settings.n_queries,
             "seed": settings.seed,
-            **(more or {}),
+            **method.identity(trace),
             "trace": trace.source,
             "trace_sha256": trace.sha256,
             "held_out_sha256": trace.held_out_sha256,
@@ -167,13 +173,26 @@ class CalibrationRun:
     def __exit__(self, *_):
         self.close()
 
-    def close(self):
+    def close(self) -> None:
         self.release()
-        if self.meter:
-            self.meter.close()
+        if self._meter:
+            self._meter.close()
 
-    def release(self):
-        """Frees the contexts that hold traces; measuring needs the room."""
+    def layerwise(self) -> Layerwise:
+        """The traces in the runtime, to be run from layer to layer; made when it is first needed."""
+        if self._layerwise is None:
+            self._layerwise = Layerwise(self.model, list(self.trace.sequences), self.samples)
+        return self._layerwise
+
+    def release(self) -> None:
+        """Frees the contexts that hold traces: measuring needs the room. The next layerwise() makes new ones."""
+        if self._layerwise:
+            self._layerwise.close()
+            self._layerwise = None
+
+    def path(self, name: str) -> Path:
+        """Of a method's own file about layers."""
+        return self.folder / "layers" / name
 
     def _open_folder(self):
         path = self.folder / "run.json"
@@ -193,45 +212,30 @@ class CalibrationRun:
                     f" {ELSEWHERE}"
                 )
 
-    def record(self, rows, n_sink, lengths, cost, *, tau=None, budget=None):
+    def record(self, rows, n_sink, setting, cost, name=None) -> Record:
         """The Record of a policy with these rows; measured now, or read where it was measured before.
 
-        cost: a call that returns (mean score or None, seconds).
+        rows: windows of each configurable layer. setting: see Record. cost: a call that returns (mean score or None,
+        seconds). name: of its file, less the sinks (default: the setting).
         """
-        setting = {"tau": tau} if budget is None else {"budget": budget.describe()}
-        policy = Policy(
-            {layer.layer: row for layer, row in zip(self.layers, rows)},
-            n_sink,
-            model=self.geometry.describe(),
-            provenance={**self.identity, "windows": self.windows[n_sink], **setting},
-        )
-        retention = {n: round(policy.retention(n, self.geometry), 6) for n in lengths}
-        path = (
-            self.folder
-            / "records"
-            / (f"sink{n_sink}-tau{tau}.json" if budget is None else f"sink{n_sink}-{budget.name}.json")
-        )
+        rows = {layer.layer: row for layer, row in zip(self.layers, rows)}
+        provenance = {**self.identity, "windows": self.windows[n_sink], **setting}
+        policy = Policy(rows, n_sink, model=self.geometry.describe(), provenance=provenance)
+        retention = {n: round(policy.retention(n, self.geometry), 6) for n in self.lengths}
+        name = name or "-".join(f"{key}{value}" for key, value in setting.items())
+        path = self.folder / "records" / f"sink{n_sink}-{name}.json"
         if path.exists():
             held = read(path, Record.from_data)
             if held.policy == policy and held.retention == retention:
                 return held
         score, seconds = cost()
-        if self.meter is None:
+        if self._meter is None:
             self.release()
-            self.meter = DistortionMeter(self.model, self.trace.held_out)
+            self._meter = DistortionMeter(self.model, self.trace.held_out)
         key = policy.fingerprint(self.geometry.n_layer)
-        if key not in self.measured:
-            self.measured[key] = self.meter.measure(policy)
-        record = Record(
-            tau,
-            n_sink,
-            policy,
-            retention,
-            score,
-            self.measured[key].to_dict(),
-            round(seconds, 3),
-            setting.get("budget"),
-        )
+        if key not in self._measured:
+            self._measured[key] = self._meter.measure(policy)
+        record = Record(setting, n_sink, policy, retention, score, self._measured[key].to_dict(), round(seconds, 3))
         write(path, record.to_json())
         return record
 

@@ -51,6 +51,19 @@ class LayerScores:
     head_p5: np.ndarray
 
     @classmethod
+    def of(cls, layer, windows, n_sink, outputs):
+        """Of what a Layer's attention gives under each window. outputs: of Layerwise.replay(). HwkvError if it is no
+        number anywhere."""
+        cosines = [np.concatenate([stabilised_cosine(out) for out in traces]) for traces in outputs]
+        scores = cls.from_cosines(layer.layer, windows, n_sink, cosines)
+        if not np.isfinite(scores.mean).all():
+            raise HwkvError(
+                f"layer {layer.layer}: the attention output on the trace holds values that are no numbers,"
+                " so no window can be judged"
+            )
+        return scores
+
+    @classmethod
     def from_cosines(cls, layer, windows, n_sink, cosines):
         """cosines: one [n_query, n_gqa, n_window] per KV head, as stabilised_cosine() returns it. HwkvError if shapes differ."""
         windows = tuple(int(w) for w in windows)

@@ -5,7 +5,6 @@ questions about a text that is longer than the windows; once with full KV and on
 """
 
 import fcntl
-import random
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +15,15 @@ from rich.table import Table
 from ..base import options
 from ..base.places import ROOT
 from ..calibration.calibrate import calibrate
+from ..calibration.methods.seqcalib import SeqCalib
 from ..calibration.run import Settings
 from ..gguf import testmodels
 from ..gguf.embed import embed
 from ..gguf.geometry import ModelGeometry
-from ..plot import pareto
+from ..measure.prompt import diary
 from ..policy.footprint import predict
 from ..runtime.server import LlamaServer, ServerOptions
+from .records import print_records
 
 MIB = 2**20
 N_CTX = 8192  # what the model was trained with
@@ -91,11 +92,17 @@ def show(output, n_ctx, console):
     n_trace = n_ctx // 4
     console.print(f"Calibrating on three traces of {n_trace:,} tokens ...")
     folder = output / f"calibration-{n_trace}"
-    settings = Settings(
-        taus=(0.98, 0.995), sinks=(N_SINK,), windows=tuple(n_trace // n - N_SINK for n in (8, 4, 2)), n_queries=64
+    windows = tuple(n_trace // n - N_SINK for n in (8, 4, 2))
+    result = calibrate(
+        source,
+        folder,
+        method=SeqCalib((0.98, 0.995)),
+        n_tokens=n_trace,
+        settings=Settings((N_SINK,), windows, n_queries=64),
+        budget=BUDGET,
+        n_ctx=n_ctx,
     )
-    result = calibrate(source, folder, n_tokens=n_trace, settings=settings, budget=BUDGET, n_ctx=n_ctx)
-    pareto.print_table(result.records, result.selected)
+    print_records(result.records, result.selected)
     policy = result.selected.policy
     policy_path, model = output / "policy.json", output / "SmolLM2-135M-Instruct-hwkv.gguf"
     policy.save(policy_path)
@@ -189,36 +196,3 @@ def measure(server, text, full_kv_bytes):
 
 def row(table, name, full, policy, unit, scale=1):
     table.add_row(name, f"{full / scale:.1f} {unit}", f"{policy / scale:.1f} {unit}", f"{policy / full:.2f}")
-
-
-def diary(n_days):
-    """Invented diary, about 27 tokens a day. One fact stands near its start, one near its end."""
-    rng = random.Random(1)
-    weather = ("calm", "grey", "windy", "bright", "cold", "misty", "warm", "stormy")
-    work = (
-        "I cleaned the lamp",
-        "I painted the railing",
-        "I counted the gulls",
-        "I mended a net",
-        "I wrote three letters",
-        "I oiled the hinges of the door",
-        "I swept the stairs",
-        "I cooked fish and potatoes",
-    )
-    sights = (
-        "a fishing boat passed",
-        "two sailors waved from their ship",
-        "the ferry was late",
-        "the tide reached the lower step",
-        "a seal slept on the rocks",
-        "the post came by boat",
-        "the fog horn sounded twice",
-        "clouds hung over the hills",
-    )
-    margin = min(9, n_days // 12)
-    facts = {margin: " The harbour master's dog is called Biscuit.", n_days - margin: " My new boat is painted yellow."}
-    return "\n".join(
-        f"Day {day}. The morning was {rng.choice(weather)}. {rng.choice(work)}, and in the afternoon {rng.choice(sights)}."
-        + facts.get(day, "")
-        for day in range(1, n_days + 1)
-    )

@@ -10,9 +10,9 @@ from ..base.options import count
 from ..gguf.embed import chosen_policy
 from ..plan import dry_run
 from ..plan.planner import HOST, MIB, PARTS, Planner, largest_context
-from ..policy.footprint import CACHE_TYPES, CELL_PAD
+from ..policy.footprint import CELL_PAD
 from ..runtime import native
-from .serve import ENVIRONMENT, policy_choice
+from .arguments import add_context_arguments, policy_argument, policy_choice
 
 HEAP_BYTES = 32 * MIB  # what is larger, glibc always maps by itself and gives back whole
 CHECKPOINTS, PROMPT_CACHE_BYTES = 32, 8192 * MIB  # llama-server's defaults for --ctx-checkpoints and --cache-ram
@@ -28,12 +28,7 @@ def add_arguments(parser):
         "  hwkv plan model.gguf --policy policy.json -ngl 99 --memory 24GiB -np 4"
     )
     parser.add_argument("model", type=Path, metavar="MODEL", help="GGUF file; its header is enough")
-    parser.add_argument(
-        "--policy",
-        metavar="P",
-        help='policy JSON, a GGUF with an embedded policy, "embedded" or "off" (default: '
-        f"${ENVIRONMENT}, else the policy in MODEL, if it has one)",
-    )
+    policy_argument(parser)
     parser.add_argument(
         "--memory",
         type=lambda text: [sizes.parse(part) for part in text.split(",")],
@@ -52,27 +47,6 @@ def add_arguments(parser):
     parser.add_argument("--kv-unified", action="store_true", help="one buffer for all slots")
     parser.add_argument("--formulas", action="store_true", help="no dry run, even where the native build is there")
     parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def add_context_arguments(parser):
-    """Of batch, offloading and cache types, which `hwkv bench` has, too."""
-    parser.add_argument(
-        "-b", "--batch-size", type=count, default=2048, metavar="N", help="logical batch (default: 2048)"
-    )
-    parser.add_argument(
-        "-ub", "--ubatch-size", type=count, default=512, metavar="N", help="physical batch (default: 512)"
-    )
-    parser.add_argument(
-        "-ngl",
-        "--gpu-layers",
-        "--n-gpu-layers",
-        type=int,
-        default=None,
-        metavar="N",
-        help="layers on the GPU (default: llama.cpp's)",
-    )
-    parser.add_argument("-ctk", "--cache-type-k", choices=CACHE_TYPES, default="f16", help="type of K (default: f16)")
-    parser.add_argument("-ctv", "--cache-type-v", choices=CACHE_TYPES, default="f16", help="type of V (default: f16)")
 
 
 def run(args):
@@ -114,7 +88,7 @@ def run(args):
     def plan_at(n_ctx, policy, n_parallel):
         here = replace(context, n_ctx=n_ctx, n_parallel=n_parallel, policy=choice or "embedded" if policy else "off")
         plan = planner.plan(here, policy)
-        return with_draft(plan, draft.plan(replace(here, model=str(draft.model), policy="off"))) if draft else plan
+        return plan.with_draft(draft.plan(replace(here, model=str(draft.model), policy="off"))) if draft else plan
 
     arms = {"full KV": None, **({"policy": policy} if policy else {})}
     plans = {name: plan_at(context.n_ctx, arm, args.parallel) for name, arm in arms.items()}
@@ -148,15 +122,6 @@ def run(args):
     show(console, geometry, plans)
     if args.memory:
         show_largest(console, geometry, largest, args.memory, plans)
-
-
-def with_draft(plan, draft):
-    """The plan of a server that holds a draft model, too; the draft's program is the same process."""
-    devices = {name: dict(parts) for name, parts in plan.devices.items()}
-    for name, parts in draft.devices.items():
-        own = sum(n_bytes for part, n_bytes in parts.items() if part != "process")
-        devices.setdefault(name, {})["draft model"] = own
-    return replace(plan, devices=devices, unknown=tuple(dict.fromkeys(plan.unknown + draft.unknown)))
 
 
 def show(console, geometry, plans):

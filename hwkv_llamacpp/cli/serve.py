@@ -7,8 +7,7 @@ from ..errors import HwkvError
 from ..gguf.embed import chosen_policy
 from ..gguf.geometry import ModelGeometry
 from ..runtime import native
-
-ENVIRONMENT = "LLAMA_ARG_HWKV_POLICY"
+from .arguments import policy_argument, policy_choice
 
 
 def add_arguments(parser):
@@ -19,12 +18,7 @@ def add_arguments(parser):
     )
     parser.epilog = "example:\n  hwkv serve model-hwkv.gguf -- -c 32768 -ngl 99 --port 8080"
     parser.add_argument("model", metavar="MODEL", help="GGUF file")
-    parser.add_argument(
-        "--policy",
-        metavar="P",
-        help='policy JSON, a GGUF with an embedded policy, "embedded" or "off" '
-        f"(default: ${ENVIRONMENT}, else the policy in MODEL, if it has one)",
-    )
+    policy_argument(parser)
     parser.usage = "hwkv serve MODEL [--policy P] [-- FLAGS OF llama-server]"
 
     # argparse hands no words to a positional once an option came between: cut at the -- here
@@ -56,14 +50,6 @@ def run(args):
         line += "; 1 slot (for more, give -np N after --)"
     print(line, file=sys.stderr, flush=True)
     os.execv(program, [str(program), "-m", args.model, "--hwkv-policy", choice or "embedded", *slots, *args.flags])
-
-
-def policy_choice(given):
-    """--policy, or else the environment's. HwkvError for a pipe, which only one of us and the program that follows could read."""
-    choice = given or os.environ.get(ENVIRONMENT)
-    if choice and choice not in ("embedded", "off") and os.path.exists(choice) and not os.path.isfile(choice):
-        raise HwkvError(f"{choice}: not a regular file: the policy is read twice, so a file expected")
-    return choice
 
 
 def describe(model, choice):

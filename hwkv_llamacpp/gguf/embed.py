@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from ..base.atomic import check_target, replacing
 from ..errors import HwkvError
-from ..policy.policy import Policy, parse_json, to_line
+from ..policy.policy import CARRIERS, Policy, parse_json, to_line
 from .file import MAGIC, SHARD_NAME, GGUFFile, open_first_shard, shard_name
 from .geometry import ModelGeometry
 
@@ -105,6 +105,16 @@ def read_policy(path):
         return _decode(file)
 
 
+def _carried_policy(path):
+    policy = read_policy(path)
+    if policy is None:
+        raise HwkvError(f"{path}: has no embedded policy")
+    return policy
+
+
+CARRIERS[MAGIC] = _carried_policy  # for Policy.load
+
+
 def chosen_policy(model, choice=None):
     """The Policy that a model is to be served with, checked, or None for full KV.
 
@@ -115,11 +125,9 @@ def chosen_policy(model, choice=None):
     if choice == "off":
         return None
     own = choice in (None, "embedded")
-    policy = read_policy(model) if own else Policy.load(choice)
+    policy = (_carried_policy(model) if choice else read_policy(model)) if own else Policy.load(choice)
     if policy is not None:
         policy.check(geometry, model if own else choice)
-    elif choice:
-        raise HwkvError(f"{model}: has no embedded policy")
     return policy
 
 

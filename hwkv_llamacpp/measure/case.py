@@ -19,7 +19,6 @@ from pathlib import Path
 import requests
 
 from ..base.names import as_text
-from ..cli.demo import diary
 from ..errors import HwkvError
 from ..gguf import digest
 from ..plan import dry_run
@@ -28,6 +27,7 @@ from ..runtime import native
 from ..runtime.server import LlamaServer, ServerOptions
 from . import ending, machine
 from .memory_limit import memory_group
+from .prompt import prompt_tokens
 from .records import Row
 from .sampler import MemorySampler
 
@@ -293,19 +293,6 @@ class _Case:
                 round(float(mib) * MIB) for mib in re.findall(r"llama_memory_recurrent: size =\s+([\d.]+) MiB", log)
             )
         row.breakdown = dry_run.breakdown(log) or dry_run.buffers(log) or None
-
-
-def prompt_tokens(server, n):
-    """n token ids of invented text, which is repeated as often as needed; the same for every server of a model."""
-    if n < 1:
-        raise HwkvError("the context leaves no room for a prompt")
-    text = diary(
-        200
-    )  # the same for every context: what the tokenizer takes would stay with the process and grow with the text
-    tokens = server.post("/tokenize", {"content": text, "add_special": True})["tokens"]
-    if not tokens:
-        raise HwkvError("llama-server tokenizes text to nothing")
-    return (tokens * -(-n // len(tokens)))[:n]
 
 
 def full_policy(geometry):

@@ -61,7 +61,7 @@ def run(context):
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
     }
     done = subprocess.run(
-        [sys.executable, "-m", "hwkv_llamacpp.dry_run", json.dumps(asdict(context))],
+        [sys.executable, "-m", f"{__package__}.dry_run", json.dumps(asdict(context))],
         text=True,
         errors="replace",
         capture_output=True,

@@ -20,9 +20,8 @@ from . import dry_run
 MIB = 2**20
 PARTS = ("weights", "KV", "own windows", "other KV", "recurrent", "compute", "output", "process", "draft model")
 HOST = ("Host", "CPU", "CPU_REPACK")  # buffer types in the machine's own memory
-SERVER_BYTES = (
-    12 * MIB
-)  # what llama-server itself holds at work: threads, request, sampler; 10 to 13 MiB on SmolLM2 and Gemma 3 270M
+# what llama-server itself holds at work: threads, request, sampler; 10 to 13 MiB on SmolLM2 and Gemma 3 270M
+SERVER_BYTES = 12 * MIB
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,14 @@ class Plan:
     def gpu_bytes(self):
         """Of all devices but the host."""
         return sum(sum(parts.values()) for name, parts in self.devices.items() if name != "host")
+
+    def with_draft(self, draft):
+        """The Plan of a server that holds a draft model, too; the draft's program is the same process."""
+        devices = {name: dict(parts) for name, parts in self.devices.items()}
+        for name, parts in draft.devices.items():
+            own = sum(n_bytes for part, n_bytes in parts.items() if part != "process")
+            devices.setdefault(name, {})["draft model"] = own
+        return replace(self, devices=devices, unknown=tuple(dict.fromkeys(self.unknown + draft.unknown)))
 
     def parts(self):
         """{part: bytes} over all devices."""

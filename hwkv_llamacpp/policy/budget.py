@@ -27,11 +27,16 @@ class Budget:
         if self.retention is not None and not 0 < self.retention <= 1:
             raise HwkvError(f"a budget has a retention of {self.retention}, above 0 and at most 1 expected")
 
+    def cost(self, geometry, policy):
+        """What the policy keeps, in the unit of the budget: a share of the cells, or bytes."""
+        if self.retention is not None:
+            return policy.retention(self.n_ctx, geometry)
+        return predict(geometry, policy, self.n_ctx, **self.context).kv_bytes
+
     def holds(self, geometry, policy):
         """True if the policy keeps no more than this."""
-        if self.retention is not None:
-            return policy.retention(self.n_ctx, geometry) <= self.retention
-        return predict(geometry, policy, self.n_ctx, **self.context).kv_bytes <= self.budget_bytes
+        limit = self.retention if self.retention is not None else self.budget_bytes
+        return self.cost(geometry, policy) <= limit
 
     def shows(self, geometry, policy):
         """What the policy keeps and what it may, for messages."""

@@ -20,6 +20,9 @@ FULL = "full"  # None in Python, -1 in a GGUF
 MAX_WINDOW = 2**31 - 1  # windows are int32 in a GGUF
 MAX_FILE_BYTES = 64 * 2**20  # far above any policy; keeps a wrong file from being read into memory
 
+# first bytes of a kind of file that carries policies -> a call that reads the one in a file; gguf/embed.py adds its own
+CARRIERS = {}
+
 TOP_KEYS = ("format", "version", "model", "n_sink", "layers", "provenance")
 MODEL_KEYS = {"architecture": str, "name": str, "n_layer": int, "fingerprint": str}
 LAYER_KEYS = ("layer", "windows")
@@ -126,13 +129,9 @@ class Policy:
                 data = file.read(MAX_FILE_BYTES + 1)
         except (OSError, ValueError) as error:
             raise HwkvError(f"{path}: cannot read: {getattr(error, 'strerror', None) or error}") from None
-        if data[:4] == b"GGUF":
-            from ..gguf.embed import read_policy
-
-            policy = read_policy(path)
-            if policy is None:
-                raise HwkvError(f"{path}: has no embedded policy")
-            return policy
+        for magic, read in CARRIERS.items():
+            if data.startswith(magic):
+                return read(path)
         if len(data) > MAX_FILE_BYTES:
             raise HwkvError(f"{path}: not a policy: it is larger than {MAX_FILE_BYTES // 2**20} MiB")
         try:

@@ -1,7 +1,5 @@
 """Which keys a query may see: the one rule of the project, written out as a mask."""
 
-import numpy as np
-
 
 def visible(query, key, window, n_sink):
     """Mask [n_query, n_key]: does the query at position p see the key at position j?

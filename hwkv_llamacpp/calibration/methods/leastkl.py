@@ -11,16 +11,20 @@ The sensitivities of each layer, and the errors under each policy, are files in 
 import hashlib
 import json
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
+from ...base.options import count
 from ...errors import HwkvError
 from ...policy.allocation import allocate
-from ..layerwise import END, START, Layerwise
-from ..run import CalibrationRun, check_replay, chosen, read, write
+from ...policy.budget import Budget
+from ..layerwise import END, START
+from ..method import Method
+from ..run import check_replay, chosen, read, write
 from ..sensitivity import PROBE, Sensitivity, measure, squared_errors
 from ..trace import sample_positions
 
@@ -28,15 +32,54 @@ SHARES = (0.2, 0.3, 0.45, 0.6, 0.75)
 N_PASSES = 2  # under the policy so far
 
 
-def calibrate(model, geometry, trace, folder, settings, *, lengths=(), model_sha256=None, progress=True):
-    """Records of settings.budgets, each for every number of sinks. Arguments and errors as seqcalib.calibrate()."""
-    with _Run(model, geometry, trace, folder, settings, model_sha256, progress) as run:
-        lengths = sorted({*lengths, len(trace.sequences[0])})
-        return [
-            run.of_budget(budget, n_sink, lengths)
-            for n_sink in dict.fromkeys(settings.sinks)
-            for budget in dict.fromkeys(settings.budgets)
-        ]
+@dataclass(frozen=True)
+class LeastKL(Method):
+    """One record for each budget and number of sinks: those of budgets, and for the one that a run is asked for also
+    SHARES of the cells at its context, to compare with.
+
+    probe_tokens: of each trace sequence, to measure sensitivities on; None: all.
+    """
+
+    name = "leastkl"
+    help = (
+        "Measures how much each KV head matters to the model's predictions, and spends the budget where it saves most:"
+        " slower than seqcalib, and better the less the budget keeps."
+    )
+
+    budgets: tuple[Budget, ...] = ()
+    probe_tokens: int | None = None
+
+    @classmethod
+    def add_arguments(cls, group):
+        group.add_argument(
+            "--probe-tokens",
+            type=count,
+            metavar="N",
+            help="of each trace, to measure on; few are quick, but do not show what far tokens are for (default: all)",
+        )
+
+    @classmethod
+    def from_arguments(cls, args):
+        return cls(probe_tokens=args.probe_tokens)
+
+    def probes(self, trace):
+        """The token sequences that sensitivities are measured on."""
+        probes = [t[: self.probe_tokens] for t in trace.sequences]
+        if len(probes[0]) <= 2 * PROBE:
+            raise HwkvError(
+                f"sensitivities are measured on {len(probes[0])} tokens of each trace, more than {2 * PROBE} expected"
+            )
+        return probes
+
+    def identity(self, trace):
+        return {"probe_tokens": len(self.probes(trace)[0])}
+
+    def run(self, run):
+        budgets = self.budgets
+        if run.budget:
+            budgets += (*(Budget(run.budget.n_ctx, share) for share in SHARES), run.budget)
+        spending = _Spending(run, self.probes(run.trace), tuple(dict.fromkeys(budgets)))
+        return [spending.record(budget, n_sink) for n_sink in run.sinks for budget in spending.budgets]
 
 
 def expected_losses(folder, geometry, n_sink):
@@ -92,43 +135,26 @@ def _errors(data, layers, windows):
     return errors, float(data["seconds"])
 
 
-class _Run(CalibrationRun):
-    def __init__(self, model, geometry, trace, folder, settings, model_sha256, progress):
-        self.layerwise, self.progress = None, progress
-        self.probe_traces = [t[: settings.probe_tokens] for t in trace.sequences]
-        if len(self.probe_traces[0]) <= 2 * PROBE:
-            raise HwkvError(
-                f"sensitivities are measured on {len(self.probe_traces[0])} tokens of each trace, more than {2 * PROBE} expected"
-            )
-        super().__init__(
-            "leastkl",
-            model,
-            geometry,
-            trace,
-            folder,
-            settings,
-            model_sha256,
-            {"probe_tokens": len(self.probe_traces[0])},
-        )
-        for n_sink, windows in self.windows.items():  # said before hours of work, not after
+class _Spending:
+    """One run: what is measured once, and spent under every budget."""
+
+    def __init__(self, run, probe_traces, budgets):
+        self.run, self.layers, self.probe_traces, self.budgets = run, run.layers, probe_traces, budgets
+        for n_sink, windows in run.windows.items():  # said before hours of work, not after
             nothing = {layer.layer: np.zeros((layer.n_head_kv, len(windows))) for layer in self.layers}
-            for budget in settings.budgets:
-                allocate(geometry, windows, nothing, n_sink, budget)
+            for budget in budgets:
+                allocate(run.geometry, windows, nothing, n_sink, budget)
 
-    def release(self):
-        if self.layerwise:
-            self.layerwise.close()
-            self.layerwise = None
-
-    def of_budget(self, budget, n_sink, lengths):
+    def record(self, budget, n_sink):
         """The Record of a Budget."""
         rows, seconds = tuple((None,) * layer.n_head_kv for layer in self.layers), self.weights(n_sink)[1]
         for _ in range(1 + N_PASSES):
             losses, spent = self.losses(rows, n_sink)
             seconds += spent
-            policy = allocate(self.geometry, self.windows[n_sink], losses, n_sink, budget)
+            policy = allocate(self.run.geometry, self.run.windows[n_sink], losses, n_sink, budget)
             rows = tuple(policy.row(layer) for layer in self.layers)
-        return self.record(rows, n_sink, lengths, lambda: (None, seconds), budget=budget)
+        setting = {"budget": budget.describe()}
+        return self.run.record(rows, n_sink, setting, lambda: (None, seconds), name=budget.name)
 
     def losses(self, rows, n_sink):
         """({layer: expected divergence for each KV head under each candidate window [n_head_kv, n_window]}, seconds), the layers below under
@@ -138,20 +164,20 @@ class _Run(CalibrationRun):
 
     def weights(self, n_sink):
         """({layer: divergence per squared error [n_head_kv]}, seconds)."""
-        paths = dict(zip(self.layers, _sensitivity_paths(self.folder, self.layers, n_sink)))
+        paths = dict(zip(self.layers, _sensitivity_paths(self.run.folder, self.layers, n_sink)))
         missing = [layer for layer, path in paths.items() if not path.exists()]
         if missing:
-            self.release()
-            samples = sample_positions(self.probe_traces, self.settings.n_queries, self.settings.seed)
+            self.run.release()
+            samples = sample_positions(self.probe_traces, self.run.settings.n_queries, self.run.settings.seed)
             start = time.monotonic()
             with tqdm(
                 total=sum(layer.n_head_kv for layer in missing),
                 unit="head",
-                disable=not self.progress,
+                disable=not self.run.progress,
                 desc=f"sensitivities, n_sink {n_sink}",
             ) as bar:
                 for layer, found in zip(
-                    missing, measure(self.model, self.layers, self.probe_traces, samples, n_sink, missing)
+                    missing, measure(self.run.model, self.layers, self.probe_traces, samples, n_sink, missing)
                 ):
                     now = time.monotonic()
                     write(paths[layer], json.dumps({**found.to_dict(), "seconds": round(now - start, 3)}) + "\n")
@@ -163,33 +189,35 @@ class _Run(CalibrationRun):
     def errors(self, rows, n_sink):
         """({layer: mean squared error of each KV head's output under each candidate window [n_head_kv, n_window]}, seconds), the layers
         below under these rows."""
-        path = _errors_path(self.folder, rows, n_sink)
+        path = _errors_path(self.run.folder, rows, n_sink)
         if not path.exists():
             start = time.monotonic()
             found = {layer.layer: error.tolist() for layer, error in self._walk(rows, n_sink)}
             write(
                 path,
                 json.dumps(
-                    {"windows": self.windows[n_sink], "errors": found, "seconds": round(time.monotonic() - start, 3)}
+                    {
+                        "windows": self.run.windows[n_sink],
+                        "errors": found,
+                        "seconds": round(time.monotonic() - start, 3),
+                    }
                 )
                 + "\n",
             )
-        return read(path, partial(_errors, layers=self.layers, windows=self.windows[n_sink]))
+        return read(path, partial(_errors, layers=self.layers, windows=self.run.windows[n_sink]))
 
     def _walk(self, rows, n_sink):
         """Yields (layer, errors) from the first layer on, each computed once, under these rows."""
-        if self.layerwise is None:
-            self.layerwise = Layerwise(self.model, list(self.trace.sequences), self.samples)
-        layerwise = self.layerwise
+        layerwise = self.run.layerwise()
         layerwise.run(START, self.layers[0].layer)
         for layer, above, row in tqdm(
             list(zip(self.layers, [*self.layers[1:], None], rows)),
             unit="layer",
-            disable=not self.progress,
+            disable=not self.run.progress,
             desc=f"errors, n_sink {n_sink}",
             leave=False,
         ):
-            outputs = layerwise.replay(layer, self.windows[n_sink], n_sink)
+            outputs = layerwise.replay(layer, self.run.windows[n_sink], n_sink)
             error = squared_errors(outputs)
             if not np.isfinite(error).all():
                 raise HwkvError(
@@ -199,8 +227,8 @@ class _Run(CalibrationRun):
             layerwise.run(layer.layer, above.layer if above else END)
             check_replay(
                 layer,
-                chosen(outputs, row, self.windows[n_sink]),
+                chosen(outputs, row, self.run.windows[n_sink]),
                 np.concatenate(layerwise.outputs(layer)),
-                self.tolerance,
+                self.run.tolerance,
             )
             yield layer, error

@@ -12,42 +12,90 @@ interrupted reads what is there and goes on; the rows follow from the files alon
 import hashlib
 import json
 import time
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 from tqdm import tqdm
 
+from ...base.options import listed, threshold
 from ...errors import HwkvError
-from ..layerwise import END, START, Layerwise
-from ..run import CalibrationRun, Settings, check_replay, chosen, read, write
-from ..scores import LayerScores, shortest_window, stabilised_cosine
+from ..layerwise import END, START
+from ..method import Method
+from ..run import check_replay, chosen, read, write
+from ..scores import LayerScores, shortest_window
+from ..selection import by_tau
+
+TAUS = (0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
 
 
-def calibrate(model, geometry, trace, folder, settings=Settings(), *, lengths=(), model_sha256=None, progress=True):
-    """Records of all thresholds and numbers of sinks, in the order of settings.sinks and then of settings.taus.
+@dataclass(frozen=True)
+class SeqCalib(Method):
+    """One record for each threshold, in the order of the sinks and then of taus. tau: the threshold that is selected,
+    whatever the budget."""
 
-    model: a runtime.Model; geometry: its ModelGeometry; trace: a trace.Trace; folder: where the run keeps its files.
-    lengths: token counts at which retention is recorded, besides the trace's own.
-    HwkvError if the folder holds another calibration, or if a replayed attention output is not the runtime's.
-    """
-    with _Run(model, geometry, trace, folder, settings, model_sha256, progress) as run:
-        sinks, taus = dict.fromkeys(settings.sinks), dict.fromkeys(settings.taus)  # each once
-        rows = {n_sink: run.rows(n_sink) for n_sink in sinks}
-        lengths = sorted({*lengths, len(trace.sequences[0])})
-        return [run.of_tau(tau, n_sink, rows[n_sink][tau], lengths) for n_sink in sinks for tau in taus]
+    name = "seqcalib"
+    help = (
+        "The layers are taken from below, each with the lower ones already under their windows, and each KV head gets"
+        " the shortest window under which its output on a trace stays as near to full history as a threshold asks."
+        " There is one record per threshold."
+    )
+
+    taus: tuple[float, ...] = TAUS
+    tau: float | None = None
+
+    def __post_init__(self):
+        for tau in self.taus:
+            if not 0 < tau <= 1:
+                raise HwkvError(f"tau is {tau}, a number above 0 and up to 1 expected")
+        if not self.taus:
+            raise HwkvError("no tau is given, at least one expected")
+        if self.tau is not None and self.tau not in self.taus:
+            known = ", ".join(f"{t:g}" for t in self.taus)
+            raise HwkvError(f"tau {self.tau:g} is not calibrated; the thresholds are {known}")
+
+    @classmethod
+    def add_arguments(cls, group):
+        group.add_argument(
+            "--taus",
+            type=listed(threshold),
+            metavar="T,...",
+            help=f"thresholds (default: {','.join(f'{t:g}' for t in TAUS)})",
+        )
+        group.add_argument(
+            "--tau",
+            type=threshold,
+            metavar="T",
+            help="select the policy of this threshold, whatever it keeps; without --taus, the only one calibrated",
+        )
+
+    @classmethod
+    def from_arguments(cls, args):
+        if args.tau is not None and (args.budget is not None or args.budget_bytes is not None):
+            raise HwkvError("--tau selects by itself: it does not go with --budget or --budget-bytes")
+        return cls(tuple(args.taus or ((args.tau,) if args.tau is not None else TAUS)), args.tau)
+
+    def run(self, run):
+        tree = _Tree(run, tuple(dict.fromkeys(self.taus)))
+        rows = {n_sink: tree.rows(n_sink) for n_sink in run.sinks}
+        return [tree.record(tau, n_sink, rows[n_sink][tau]) for n_sink in run.sinks for tau in tree.taus]
+
+    def select(self, records, geometry, budget):
+        return super().select(records, geometry, budget) if self.tau is None else by_tau(records, self.tau)
 
 
-class _Run(CalibrationRun):
-    def __init__(self, model, geometry, trace, folder, settings, model_sha256, progress):
-        self.walker, self.progress = None, progress
-        super().__init__("seqcalib", model, geometry, trace, folder, settings, model_sha256)
+def file_name(layers, n_sink, rows):
+    """Of the scores of the layer above these rows."""
+    key = hashlib.sha256(json.dumps([n_sink, rows]).encode()).hexdigest()[:16]
+    return f"{layers[len(rows)].layer:03d}-{key}.json"
 
-    def release(self):
-        if self.walker:
-            self.walker.close()
-            self.walker = None
 
-    # the tree of thresholds
+class _Tree:
+    """The tree of thresholds of one run: those that chose the same rows so far are one branch."""
+
+    def __init__(self, run, taus):
+        self.run, self.taus, self.layers = run, taus, run.layers
+        self.walker = None
 
     def rows(self, n_sink):
         """{tau: rows of all configurable layers}."""
@@ -55,11 +103,11 @@ class _Run(CalibrationRun):
         if self.walker:
             self.walker.restart(n_sink)
         leaves = {}
-        taus = sorted(set(self.settings.taus), reverse=True)
+        taus = sorted(set(self.taus), reverse=True)
         with tqdm(
             total=len(taus) * len(self.layers),
             unit="layer",
-            disable=not self.progress,
+            disable=not self.run.progress,
             desc=f"calibrate, n_sink {n_sink}",
         ) as bar:
             self._descend((), taus, leaves, bar)
@@ -90,39 +138,22 @@ class _Run(CalibrationRun):
         if forked:
             self.walker.forget(rows)
 
-    def _layer_file(self, n_sink, rows):
-        key = hashlib.sha256(json.dumps([n_sink, rows]).encode()).hexdigest()[:16]
-        return self.folder / "layers" / f"{self.layers[len(rows)].layer:03d}-{key}.json"
-
     def _scores(self, rows):
         """(LayerScores of the layer above these rows, its replayed outputs, a call that saves the scores; None twice where they are on disk)."""
         layer = self.layers[len(rows)]
-        path = self._layer_file(self.n_sink, rows)
+        path = self.run.path(file_name(self.layers, self.n_sink, rows))
         if path.exists():
             return self._saved_scores(layer, self.n_sink, path)[0], None, None
         start = time.monotonic()
         if self.walker is None:
-            self.walker = _Walker(
-                Layerwise(self.model, list(self.trace.sequences), self.samples),
-                self.layers,
-                self.tolerance,
-                self.n_sink,
-            )
+            self.walker = _Walker(self.run.layerwise(), self.layers, self.run.tolerance, self.n_sink)
         self.walker.go(rows)
-        windows = self.windows[self.n_sink]
+        windows = self.run.windows[self.n_sink]
         outputs = self.walker.layerwise.replay(layer, windows, self.n_sink)
-        cosines = [np.concatenate([stabilised_cosine(out) for out in traces]) for traces in outputs]
-        scores = LayerScores.from_cosines(layer.layer, windows, self.n_sink, cosines)
-        if not np.isfinite(scores.mean).all():
-            raise HwkvError(
-                f"layer {layer.layer}: the attention output on the trace holds values that are no numbers, so no window can be judged"
-            )
+        scores = LayerScores.of(layer, windows, self.n_sink, outputs)
         text = json.dumps({"scores": scores.to_dict(), "seconds": round(time.monotonic() - start, 3)}) + "\n"
-        return (
-            LayerScores.from_dict(scores.to_dict()),
-            outputs,
-            partial(write, path, text),
-        )  # the scores as a resumed run reads them
+        # the scores as a resumed run reads them
+        return LayerScores.from_dict(scores.to_dict()), outputs, partial(write, path, text)
 
     def _saved_scores(self, layer, n_sink, path):
         """(LayerScores, seconds) of a layer's file."""
@@ -131,29 +162,31 @@ class _Run(CalibrationRun):
             scores, seconds = LayerScores.from_dict(data["scores"]), float(data["seconds"])
             if (scores.layer, scores.windows, len(scores.mean)) != (
                 layer.layer,
-                tuple(self.windows[n_sink]),
+                tuple(self.run.windows[n_sink]),
                 layer.n_head_kv,
             ):
                 raise HwkvError(
                     f"scores of layer {scores.layer} with {len(scores.mean)} KV heads and windows {list(scores.windows)}; layer"
-                    f" {layer.layer} with {layer.n_head_kv} and {self.windows[n_sink]} expected"
+                    f" {layer.layer} with {layer.n_head_kv} and {self.run.windows[n_sink]} expected"
                 )
             return scores, seconds
 
         return read(path, parse)
 
-    def of_tau(self, tau, n_sink, rows, lengths):
+    def record(self, tau, n_sink, rows):
         """The Record of a threshold."""
 
         def cost():
             score, seconds = [], 0.0
             for k, row in enumerate(rows):
-                scores, spent = self._saved_scores(self.layers[k], n_sink, self._layer_file(n_sink, rows[:k]))
+                scores, spent = self._saved_scores(
+                    self.layers[k], n_sink, self.run.path(file_name(self.layers, n_sink, rows[:k]))
+                )
                 score += [1.0 if w is None else scores.mean[h][scores.windows.index(w)] for h, w in enumerate(row)]
                 seconds += spent
             return float(f"{np.mean(score):.7g}"), seconds
 
-        return self.record(rows, n_sink, lengths, cost, tau=tau)
+        return self.run.record(rows, n_sink, {"tau": tau}, cost)
 
 
 class _Walker:
@@ -170,9 +203,6 @@ class _Walker:
         self.kept = {}  # rows -> number of the saved state
         self.computed = {}  # depth -> rows under which the K and V in the cache of that layer were computed
         self.expected = {}  # rows -> replayed output of the last of them, and what to call when the runtime's is the same
-
-    def close(self):
-        self.layerwise.close()
 
     def go(self, rows):
         """To the attention of the layer above these rows."""

@@ -5,7 +5,10 @@ import collections
 import pytest
 
 from hwkv_llamacpp import HwkvError, ModelGeometry, Policy
-from hwkv_llamacpp.baselines.handmade import largest, random_windows, streaming, uniform
+from hwkv_llamacpp.baselines.budgets import largest
+from hwkv_llamacpp.baselines.random import random_windows
+from hwkv_llamacpp.baselines.streaming import streaming
+from hwkv_llamacpp.baselines.uniform import uniform
 from hwkv_llamacpp.policy.budget import Budget
 from hwkv_llamacpp.policy.footprint import predict
 
@@ -179,7 +182,7 @@ def test_budgets_that_are_none(arguments, message):
 
 
 def test_duo_keeps_those_full_that_lose_most(geometry):
-    from hwkv_llamacpp.baselines.handmade import duo
+    from hwkv_llamacpp.baselines.duo import duo
     from hwkv_llamacpp.policy.budget import Budget
 
     losses = {

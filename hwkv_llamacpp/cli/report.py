@@ -1,0 +1,40 @@
+"""`hwkv report`: Markdown, CSV and one self-contained HTML page from measured rows."""
+
+from pathlib import Path
+
+from ..base.atomic import check_target, replacing
+from ..errors import HwkvError
+from ..measure import records
+from ..report.comparison import make_sections
+from ..report.page import csv, markdown, page
+
+
+def add_arguments(parser):
+    parser.description = (
+        "Tables and figures from the rows of hwkv bench: report.md, report.csv and report.html in one folder."
+    )
+    parser.epilog = "example:\n  hwkv report run.jsonl -o report"
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN.jsonl", help="files of rows")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="DIR", help="folder for the files (default: print the Markdown)"
+    )
+    parser.add_argument("--force", action="store_true", help="replace files that exist")
+
+
+def run(args):
+    rows = [row for path in args.runs for row in records.read(path)]
+    rows = list({row.key: row for row in rows}.values())  # the last of each case
+    if not rows:
+        raise HwkvError(f"{', '.join(map(str, args.runs))}: no rows")
+    sections = make_sections(rows)
+    if args.output is None:
+        print(markdown(sections), end="")
+        return
+    args.output.mkdir(parents=True, exist_ok=True)
+    texts = {"report.md": markdown(sections), "report.csv": csv(rows), "report.html": page(sections)}
+    for name in texts:
+        check_target(args.output / name, args.force)
+    for name, text in texts.items():
+        with replacing(args.output / name, args.force) as file:
+            file.write(text.encode())
+        print(f"wrote {args.output / name}")
