@@ -6,9 +6,10 @@ Three arms, interleaved, each run in a fresh process with the same trace, thread
     one      SeqCalib with one threshold
     grid     SeqCalib with the default grid
 
-A calibration is more than decoding. Its parts are timed apart: the runtime (layers decoded one at a time), the replay of the
-candidate windows, the rest (contexts, K and V read from the cache, scores, files), and, after all windows are chosen, the
-measurement of each record on the held-out text. The figures are medians over rounds of ratios within a round.
+A calibration is more than decoding. Its parts are timed apart: the runtime (layers decoded one at a time), the replay
+of the candidate windows, the rest (contexts, K and V read from the cache, scores, files), and, after all windows are
+chosen, the measurement of each record on the held-out text. The figures are medians over rounds of ratios within a
+round.
 
     python bench/calibration.py                                          SmolLM2-135M, three sequences of 4096 tokens
     python bench/calibration.py --quick -m tests/data/mini-hybrid-f16.gguf  sequences of 1024 tokens, one round: a look

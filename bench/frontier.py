@@ -3,12 +3,12 @@
     python bench/frontier.py                     the mini hybrid
     python bench/frontier.py --only smollm2      two or three hours on two cores; --only gemma3 takes less
 
-Full KV, one window for all heads, StreamingLLM, DuoAttention's form, random windows, SeqCalib without and with sink tokens, LeastKL; and
-what users do today, q8_0 and q4_0 K/V, alone and together with LeastKL. KL against full F16 KV on held-out text, over the bytes that the
-runtime allocates for one sequence of the text's length.
+Full KV, one window for all heads, StreamingLLM, DuoAttention's form, random windows, SeqCalib without and with sink
+tokens, LeastKL; and what users do today, q8_0 and q4_0 K/V, alone and together with LeastKL. KL against full F16 KV on
+held-out text, over the bytes that the runtime allocates for one sequence of the text's length.
 
-Rows append to bench/results/frontier.jsonl; the calibrations are kept in build/frontier. Stopped, the same command goes on. The picture is
-bench/results/frontier-NAME.png.
+Rows append to bench/results/frontier.jsonl; the calibrations are kept in build/frontier. Stopped, the same command goes
+on. The picture is bench/results/frontier-NAME.png.
 """
 
 import argparse
@@ -99,7 +99,8 @@ SUBJECTS = {
         shares=(0.2, 0.3, 0.4, 0.5),
         probe_tokens=512,
     ),
-    # three KV heads in all: there is little to choose from, and without sinks every head is full from a threshold of 0.9 on
+    # three KV heads in all: there is little to choose from, and without sinks every head is full from a threshold of
+    # 0.9 on
     "gemma3": Subject(
         testmodels.gemma3,
         4096,
@@ -259,7 +260,8 @@ def print_table(name, rows):
 
 
 def at_kl(rows, name):
-    """Share of cells that an arm keeps at AT_KL, between its points on a line in log KL; None where no two points lie around it."""
+    """Share of cells that an arm keeps at AT_KL, between its points on a line in log KL; None where no two points lie
+    around it."""
     points = sorted((r["retention"], r["kl"]) for r in rows if r["arm"] == name and r["type_kv"] == "f16")
     for (r0, k0), (r1, k1) in zip(points, points[1:]):
         if k0 >= AT_KL >= k1 > 0:

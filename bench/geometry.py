@@ -1,10 +1,11 @@
-"""What would a model take that does not fit this machine? Writes the GGUF of a known geometry: all keys and tensors, no data.
+"""What would a model take that does not fit this machine? Writes the GGUF of a known geometry: all keys and tensors, no
+data.
 
     python bench/geometry.py -o build/Qwen3.6-27B-geometry.gguf
     hwkv plan build/Qwen3.6-27B-geometry.gguf -c 114688
 
-The file claims its full size and takes a few KiB on the disk. Tensor types are those of a usual Q4_K_M mix. It has no vocabulary and
-cannot be served; llama.cpp's dry run, and with it `hwkv plan`, needs no more.
+The file claims its full size and takes a few KiB on the disk. Tensor types are those of a usual Q4_K_M mix. It has no
+vocabulary and cannot be served; llama.cpp's dry run, and with it `hwkv plan`, needs no more.
 """
 
 import argparse

@@ -1,8 +1,9 @@
 """What does the runtime cost beside what it saves? Counted in instructions, which nothing else on the machine disturbs.
 
-llama-bench under valgrind, one thread. A figure is the difference between two lengths of one run, per token: what loading takes is in
-neither. The model has 3 MB, so that building graphs and masks weighs more than in any model of use. Instructions are not time: they show what
-is done more or less, not how long memory takes.
+llama-bench under valgrind, one thread. A figure is the difference between two lengths of one run, per token: what
+loading takes is in neither. The model has 3 MB, so that building graphs and masks weighs more than in any model of use.
+Instructions are
+not time: they show what is done more or less, not how long memory takes.
 
     python bench/instructions.py       six minutes on one CPU
 

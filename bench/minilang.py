@@ -1,7 +1,8 @@
 """Texts in the language of tests/data/mini-hybrid-f16.gguf: retrieval prompts, and a trace to calibrate on.
 
-A prompt states facts (" fox is 427."), each once, among noise, and ends with a question (" what is fox?"). The answer is three
-digits that only a head which still sees the fact can give. Every word, digit and mark is one token of that model.
+A prompt states facts (" fox is 427."), each once, among noise, and ends with a question (" what is fox?"). The answer
+is three digits that only a head which still sees the fact can give. Every word, digit and mark is one token of that
+model.
 
     python bench/minilang.py > trace.txt     four stories for `hwkv calibrate --trace-tokens 2048`
 """
@@ -64,7 +65,8 @@ def needle_prompt(seed, n_tokens, distance, n_facts=2):
 
 
 def story(seed, n_tokens):
-    """A text of n_tokens with two facts in its first half, and questions for them, with their answers, all over its second."""
+    """A text of n_tokens with two facts in its first half, and questions for them, with their answers, all over its
+    second."""
     rng = np.random.default_rng(seed)
     keys = list(rng.permutation(KEYS)[:2])
     values = ["".join(str(d) for d in rng.integers(0, 10, 3)) for _ in keys]

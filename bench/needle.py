@@ -1,7 +1,8 @@
 """Does a policy still find far facts, where a uniform window of the same size does not?
 
-The mini hybrid answers prompts that state two facts and ask for one (bench/minilang.py), through the real llama-server: with full KV,
-under a policy, and under the uniform window that keeps as many cells. Greedy, exact three digits, by how far back the fact stands.
+The mini hybrid answers prompts that state two facts and ask for one (bench/minilang.py), through the real llama-server:
+with full KV, under a policy, and under the uniform window that keeps as many cells. Greedy, exact three digits, by how
+far back the fact stands.
 
     python bench/needle.py                                    policies/mini-hybrid/seqcalib.json
     python bench/needle.py --policy other.json --prompts 5    quicker and rougher

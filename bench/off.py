@@ -1,7 +1,9 @@
 """Does the feature cost anything where it is not used?
 
-The unpatched llama-bench and ours without a policy, at the same time, each on one CPU of its own with one thread, the CPUs swapped every
-round: whatever else slows the machine slows both. The figures are geometric means over pairs of swapped rounds, with their standard error.
+The unpatched llama-bench and ours without a policy, at the same time, each on one CPU of its own with one thread, the
+CPUs swapped every
+round: whatever else slows the machine slows both. The figures are geometric means over pairs of swapped rounds, with
+their standard error.
 
     python bench/off.py                20 pairs of rounds, SmolLM2-135M, about five minutes on two CPUs
 

@@ -1,9 +1,10 @@
 """Do sink tokens cost time?
 
-One process holds three caches: a calibrated policy with its four sink tokens; the same cells without sinks, which are windows that much
-longer; and that one again, which shows what the measurement resolves. All take the same steps, a micro-batch of prefill or a token of
-decode, in turns that rotate, so that whatever slows the machine slows all alike. Figures are geometric means over steps of the ratios
-within a step, with their standard error, from where on every window is full.
+One process holds three caches: a calibrated policy with its four sink tokens; the same cells without sinks, which are
+windows that much longer; and that one again, which shows what the measurement resolves. All take the same steps, a
+micro-batch of prefill or a token of decode, in turns that rotate, so that whatever slows the machine slows all alike.
+Figures are geometric means over steps of the ratios within a step, with their standard error, from where on every
+window is full.
 
     python bench/sinks.py              SmolLM2-135M, 4,096 tokens of prefill, 256 of decode: two minutes on two CPUs
 

@@ -6,9 +6,9 @@ Three arms of the same source and flags, interleaved so that a slow minute of th
     off        ours without a policy
     policy     ours with half of the KV heads at a window (in each layer another half)
 
-Each round runs every arm once, in an order that rotates; the figures are medians over rounds of ratios within a round. An empty
-cache takes little time, so it gets four rounds for each at the depth.
-The attention part of decoding is the time of a token at a depth less that at depth 0. Its ideal is the share of cells
+Each round runs every arm once, in an order that rotates; the figures are medians over rounds of ratios within a round.
+An empty cache takes little time, so it gets four rounds for each at the depth. The attention part of decoding is the
+time of a token at a depth less that at depth 0. Its ideal is the share of cells
 that is attended: windows of 512 keep 512 cells, their rings attend a few more (the ubatch that writes, and padding).
 
     python bench/speed.py                          SmolLM2-135M, depth 8192

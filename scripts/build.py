@@ -1,10 +1,10 @@
 """Builds libllama with per-KV-head windows and everything around it. Called by ./build.sh; standard library only.
 
-.venv/                 Python environment: this package (editable), llama-cpp-python's bindings, cmake and ninja if needed
-build/download/        the pinned sdist
-build/upstream/src     llama.cpp as the sdist carries it;  build/upstream/<configuration>/bin  unpatched programs
-build/hwkv/src         the same with native/ copied in;    build/hwkv/<configuration>/bin      ours
-build/current          link to the configuration that hwkv uses (the one built last; not --upstream, not --sanitize)
+.venv/                 Python environment: this package (editable), llama-cpp-python's bindings, cmake and ninja if
+needed build/download/        the pinned sdist build/upstream/src     llama.cpp as the sdist carries it;
+build/upstream/<configuration>/bin  unpatched programs build/hwkv/src         the same with native/ copied in;
+build/hwkv/<configuration>/bin      ours build/current          link to the configuration that hwkv uses (the one built
+last; not --upstream, not --sanitize)
 """
 
 import argparse
@@ -246,7 +246,8 @@ def fetch_sdist(pins):
         folder.mkdir(exist_ok=True)
         requirement = folder / "requirements.txt"
         requirement.write_text(f"llama-cpp-python=={pins['llama_cpp_python']} --hash=sha256:{pins['sdist_sha256']}\n")
-        # without isolation pip asks the installed scikit-build-core for the metadata: no second environment, no compiler
+        # without isolation pip asks the installed scikit-build-core for the metadata: no second environment, no
+        # compiler
         pip(
             "download",
             "--no-deps",
@@ -392,7 +393,8 @@ def find_compiler():
 
 
 def compiler_launcher():
-    """CMake arguments for ccache. A launcher that the user set is left alone, and a ccache that cannot work is not used."""
+    """CMake arguments for ccache. A launcher that the user set is left alone, and a ccache that cannot work is not
+    used."""
     if (
         any(name.endswith("_COMPILER_LAUNCHER") and name.startswith("CMAKE_C") for name in os.environ)
         or "_COMPILER_LAUNCHER" in os.environ.get("CMAKE_ARGS", "")
@@ -580,7 +582,8 @@ def build(args, upstream=None, sanitize=None):
 
     name, arguments = cmake_arguments(args, sanitize, commit_of(pristine) if args.source else pins["llama_cpp_commit"])
     folder = base / name
-    # relative paths and no working directory in ccache's keys: the upstream and the patched build, or two checkouts, share
+    # relative paths and no working directory in ccache's keys: the upstream and the patched build, or two checkouts,
+    # share
     env = dict(os.environ, CCACHE_BASEDIR=str(ROOT), CCACHE_NOHASHDIR="1")
     configure(source, folder, arguments + compiler_launcher(), find_compiler(), env)
     say(f"building {folder.relative_to(BUILD)}")

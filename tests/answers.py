@@ -1,7 +1,8 @@
 """Greedy answers with their log-probabilities, and how far two of them are apart.
 
-Two ways to split a prompt into batches give slightly different logits, in the unpatched build too. That noise is measured in the same
-run, and a difference under a policy is held against it; a different token counts only where the two best were further apart.
+Two ways to split a prompt into batches give slightly different logits, in the unpatched build too. That noise is
+measured in the same run, and a difference under a policy is held against it; a different token counts only where the
+two best were further apart.
 """
 
 from dataclasses import dataclass
@@ -48,7 +49,8 @@ def from_reply(reply):
 
 
 def difference(answer, fresh):
-    """(largest difference of a top log-probability, the step at which tokens part or None, gap of the two best tokens there)."""
+    """(largest difference of a top log-probability, the step at which tokens part or None, gap of the two best tokens
+    there)."""
     largest = 0.0
     for step, (a, b) in enumerate(zip(answer.top, fresh.top)):
         # a token may drop out of one list where two are nearly equal: it cannot be above that list's last

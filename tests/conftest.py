@@ -46,10 +46,11 @@ def gemma3():
 
 @pytest.fixture(scope="session")
 def random_models():
-    """Paths of small models with random weights, one or two of every architecture that llama.cpp's own fixture can make.
+    """Paths of small models with random weights, one or two of every architecture that llama.cpp's own fixture can
+    make.
 
-    They take 900 MB and half a minute, so they stay under build/ for the next run. The seed is fixed: the fixture's own choice is
-    another one each time, and with it would be every error that the tests measure.
+    They take 900 MB and half a minute, so they stay under build/ for the next run. The seed is fixed: the fixture's own
+    choice is another one each time, and with it would be every error that the tests measure.
     """
     from hwkv_llamacpp import HwkvError
     from hwkv_llamacpp.runtime import native
@@ -159,7 +160,8 @@ def hwkv_process():
 
 @pytest.fixture
 def tmpfs(tmp_path):
-    """tmpfs("1m") mounts a file system of that size and returns its folder; tmpfs(..., read_only=True) takes no files."""
+    """tmpfs("1m") mounts a file system of that size and returns its folder; tmpfs(..., read_only=True) takes no
+    files."""
     mounted = []
 
     def mount(size, read_only=False):

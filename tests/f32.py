@@ -13,7 +13,8 @@ from hwkv_llamacpp.gguf.testmodels import FOLDER
 def f32_copy(source):
     """Path of the same model with every tensor as F32; made once.
 
-    Without quantised weights two ways to split a prompt into batches give nearly the same logits, so a small fault shows.
+    Without quantised weights two ways to split a prompt into batches give nearly the same logits, so a small fault
+    shows.
     """
     target = FOLDER / f"{Path(source).stem}.F32.gguf"
     FOLDER.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 """A stand-in for llama-server whose ends are scripted, for ends that the real one cannot be made to have.
 
-STANDIN names the end: "ok", or one of ENDS, where "prefill" and "decode" ends wait for the request. "END>N" has that end only at -c above N.
+STANDIN names the end: "ok", or one of ENDS, where "prefill" and "decode" ends wait for the request. "END>N" has that
+end only at -c above N.
 STANDIN_COUNT is a file that counts starts, for ends that differ from run to run: "flaky" ends every third time.
 """
 

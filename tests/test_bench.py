@@ -1,4 +1,5 @@
-"""hwkv bench and its parts, with a stand-in for the server: every end has its cause, nothing is left behind, a stopped run goes on."""
+"""hwkv bench and its parts, with a stand-in for the server: every end has its cause, nothing is left behind, a stopped
+run goes on."""
 
 import dataclasses
 import json

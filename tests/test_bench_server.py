@@ -1,4 +1,5 @@
-"""hwkv bench on the real llama-server: what is measured agrees with what was predicted, and the common ends are what they are."""
+"""hwkv bench on the real llama-server: what is measured agrees with what was predicted, and the common ends are what
+they are."""
 
 import dataclasses
 import itertools
@@ -112,7 +113,8 @@ def case(mini_hybrid, policy_path):
 
 @pytest.mark.parametrize("n_ctx, limit, phase", [(65536, 24, "start"), (32768, 36, "prefill")])
 def test_the_kernels_limit_is_out_of_memory(case, mini_hybrid, policy_path, n_ctx, limit, phase):
-    """At 65,536 tokens KV alone is above the limit. At 32,768 the server starts, and the buffers that a long prompt touches do not fit."""
+    """At 65,536 tokens KV alone is above the limit. At 32,768 the server starts, and the buffers that a long prompt
+    touches do not fit."""
     arm = measure.Arm("full") if phase == "start" else None
     row = case(n_ctx, arm, memory_limit_bytes=limit * MIB)
     if not row.memory_limit_kind.startswith("cgroup"):
@@ -141,7 +143,8 @@ def test_a_request_that_takes_too_long_is_no_boundary(case):
 
 
 def test_a_file_that_is_no_model_is_no_boundary(case, tmp_path, mini_hybrid):
-    """A cut file is refused before anything starts; one that llama.cpp alone finds fault with has failed, and not for want of memory."""
+    """A cut file is refused before anything starts; one that llama.cpp alone finds fault with has failed, and not for
+    want of memory."""
     whole, geometry = mini_hybrid.read_bytes(), ModelGeometry.from_gguf(mini_hybrid)
     cut, renamed = tmp_path / "cut.gguf", tmp_path / "renamed.gguf"
     cut.write_bytes(whole[:-100_000])
@@ -157,7 +160,8 @@ def test_a_file_that_is_no_model_is_no_boundary(case, tmp_path, mini_hybrid):
 
 
 def test_how_weights_are_loaded_changes_no_difference(case, mini_hybrid):
-    """Whether weights are file pages or not, in the page cache or not, the arms differ by the same, which is their KV less the masks."""
+    """Whether weights are file pages or not, in the page cache or not, the arms differ by the same, which is their KV
+    less the masks."""
     saved, kv_saved = [], 0
     for mode, is_cold in itertools.product(("none", "mmap"), (False, True)):
         rows = []

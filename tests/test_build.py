@@ -279,7 +279,8 @@ def test_a_launcher_of_the_user_is_left_alone(monkeypatch):
     assert build.compiler_launcher() == []
 
 
-# ---- what was built ----------------------------------------------------------------------------------------------------
+# ---- what was built
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -305,7 +306,8 @@ def test_version_names_the_pinned_commit(bin_dir):
 
 
 def test_binaries_work_after_a_move_and_beside_other_builds(bin_dir, tmp_path):
-    """From a folder with a space, with another build's libraries first on LD_LIBRARY_PATH, only the moved files are loaded."""
+    """From a folder with a space, with another build's libraries first on LD_LIBRARY_PATH, only the moved files are
+    loaded."""
     moved = tmp_path / "moved here" / "bin"
     shutil.copytree(
         bin_dir,

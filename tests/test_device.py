@@ -1,4 +1,5 @@
-"""Logits, saved states and layerwise runs of a small model, in the memory of whatever device HWKV_TEST_GPU_LAYERS puts it on.
+"""Logits, saved states and layerwise runs of a small model, in the memory of whatever device HWKV_TEST_GPU_LAYERS puts
+it on.
 
 Short enough for a device in software: test_vulkan.py runs this file on the Vulkan build.
 """

@@ -89,7 +89,8 @@ def contents(folder):
 
 
 def assert_same_but_hwkv(before, after):
-    """By the official reader: the same keys in the same order with the same types, hwkv.* after them, the same tensors."""
+    """By the official reader: the same keys in the same order with the same types, hwkv.* after them, the same
+    tensors."""
     old, new = GGUFReader(before), GGUFReader(after)
     others = [key for key in new.fields if not key.startswith(("hwkv.", "GGUF."))]
     assert others == [key for key in old.fields if not key.startswith(("hwkv.", "GGUF."))]
@@ -545,7 +546,8 @@ SLOW = textwrap.dedent("""
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted(model, policy, tmp_path, signum, code):
-    """A signal while tensor data is copied: the documented exit code, nothing left, and a sentence for who pressed Ctrl-C."""
+    """A signal while tensor data is copied: the documented exit code, nothing left, and a sentence for who pressed
+    Ctrl-C."""
     os.truncate(model, 2**32)  # sparse: 64 chunks, each slowed down
     saved = tmp_path / "p.json"
     policy.save(saved)

@@ -72,7 +72,8 @@ def test_windows_as_long_as_the_context_are_full(geometry):
 
 
 def test_windows_that_reach_the_sink_tokens_are_full(geometry):
-    """The last query, at 1023, sees 1023 - w + 1 and later, and 0 to n_sink - 1: nothing is between them if w + n_sink = 1024."""
+    """The last query, at 1023, sees 1023 - w + 1 and later, and 0 to n_sink - 1: nothing is between them if w + n_sink
+    = 1024."""
     footprint = predict(geometry, Policy({0: [1020, 1019, 1, 1]}, n_sink=4), 1024)
     assert [(window, heads) for window, _, _, heads, _ in shapes(footprint)] == [(None, 1 + 4), (1, 2), (1019, 1)]
     assert not predict(geometry, Policy({0: [1] * 4}, n_sink=1023), 1024).active

@@ -1,11 +1,13 @@
-"""Layerwise: what is captured at each cut is what the runtime attends, and what comes out is what the grouped cache computes.
+"""Layerwise: what is captured at each cut is what the runtime attends, and what comes out is what the grouped cache
+computes.
 
-The attention output that the runtime gives under random windows is held against the replay of the captured Q, K and V. Both see the same
-rounded K and V, so only arithmetic is left. The CPU's FlashAttention kernel for whole tiles of queries adds up in F32: 5e-14 was seen. The
-one for fewer queries than a tile adds up V in F16 (2^-11 squared is 2e-7): 2e-6 was seen, and 5e-6 where random weights had made a head's V
-nearly the same at all positions, so that the roundings do not cancel. For a quantised K both round Q to 8 bits, which grows with the logits:
-3e-7 was seen on the miniature, 1.3e-4 on Gemma. The negative controls show what that resolves: one window off by one moves the output at
-least 50 times as far.
+The attention output that the runtime gives under random windows is held against the replay of the captured Q, K and V.
+Both see the same rounded K and V, so only arithmetic is left. The CPU's FlashAttention kernel for whole tiles of
+queries adds up in F32: 5e-14 was seen. The one for fewer queries than a tile adds up V in F16 (2^-11 squared is 2e-7):
+2e-6 was seen, and 5e-6 where random weights had made a head's V nearly the same at all positions, so that the roundings
+do not cancel. For a quantised K both round Q to 8 bits, which
+grows with the logits: 3e-7 was seen on the miniature, 1.3e-4 on Gemma. The negative controls show what that resolves:
+one window off by one moves the output at least 50 times as far.
 
 Errors are squared differences over the squared norm of what is expected, summed over the queries of a layer.
 """
@@ -56,7 +58,8 @@ def random_row(layer, rng, windows=(None, 1, 16, 17, 40, 100)):
 
 
 def replayed(layerwise, layer, row, n_sink=0):
-    """[n_query, n_head, head_dim_v] for each trace: attention under a row, from what the run that ended at the layer captured."""
+    """[n_query, n_head, head_dim_v] for each trace: attention under a row, from what the run that ended at the layer
+    captured."""
     attention, queries, n_gqa = layerwise.attention(), layerwise.queries(layer), layer.n_head // layer.n_head_kv
     result = []
     for i, positions in enumerate(layerwise.samples):
@@ -85,7 +88,8 @@ def error(actual, expected):
 
 
 def walk(layerwise, layers, rows, n_sink=0):
-    """From the start to the end under these rows; yields (layer, row, replayed output) at each cut, before the layer attends."""
+    """From the start to the end under these rows; yields (layer, row, replayed output) at each cut, before the layer
+    attends."""
     layerwise.run(START, layers[0].layer)
     for i, (layer, row) in enumerate(zip(layers, rows)):
         expected = replayed(layerwise, layer, row, n_sink)
@@ -151,7 +155,8 @@ def test_output_is_the_replay_of_what_was_captured(request, name, n_ubatch, type
 
 @pytest.mark.parametrize("type_k", ["f16", "q4_0"])
 def test_a_wrong_row_is_noticed(deep_hybrid, type_k):
-    """Negative control: windows off by one, or two heads' exchanged, against the error of the right row in the same run."""
+    """Negative control: windows off by one, or two heads' exchanged, against the error of the right row in the same
+    run."""
     layer = ModelGeometry.from_gguf(deep_hybrid).configurable[0]
     right, rng = (None, 16, 40, 100), np.random.default_rng(2)
     wrong = [(None, 17, 40, 100), (None, 16, 39, 100), (None, 16, 40, 101), (16, None, 40, 100), (None, 40, 16, 100)]

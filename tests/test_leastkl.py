@@ -122,7 +122,8 @@ def test_budgets_are_met(run, geometry):
 
 
 def test_less_is_lost_than_with_thresholds(model, geometry, tmp_path):
-    """At the sizes of SeqCalib's policies, on held-out text; one head of the miniature matters more than its output tells."""
+    """At the sizes of SeqCalib's policies, on held-out text; one head of the miniature matters more than its output
+    tells."""
     trace = traces.from_files(model, [native.ROOT / "policies" / "mini-hybrid" / "trace.txt"], 2048)
     settings = Settings(windows=(64, 128, 256, 512, 1024), n_queries=256)
     theirs = SeqCalib((0.98, 0.985, 0.99)).calibrate(

@@ -150,8 +150,8 @@ def test_calls_equal_a_new_object(setup, noise):
     ("name", "n_sink"), [("jamba-dense", 0), ("falcon-h1-dense", 0), ("gpt-oss-moe", 0), ("llama-dense", 4)]
 )
 def test_calls_on_other_architectures(random_models, name, n_sink):
-    """With random weights a policy moves log-probabilities little, so those of the whole vocabulary are compared, and the limit is a share
-    of what the policy does to them."""
+    """With random weights a policy moves log-probabilities little, so those of the whole vocabulary are compared, and
+    the limit is a share of what the policy does to them."""
     model = next(path for path in random_models if path.stem == name)
     policy = dataclasses.replace(uniform(ModelGeometry.from_gguf(model), 64), n_sink=n_sink)
     llm = new(model, policy)
@@ -175,7 +175,8 @@ def test_reset_between_calls_changes_no_answer(setup, noise):
 
 
 def test_going_back_by_hand_evaluates_again(setup, noise):
-    """Setting n_tokens and calling eval() is how users of llama_cpp rewind; stock code would go on with the wrong past."""
+    """Setting n_tokens and calling eval() is how users of llama_cpp rewind; stock code would go on with the wrong
+    past."""
     model, policy, tokens = setup
     llm = new(model, policy)
     llm.eval(tokens[:700])
@@ -286,7 +287,8 @@ def test_prompt_lookup_decoding_gives_the_same_tokens():
     assert results[0] == results[1]
 
 
-# ---- the policy argument ------------------------------------------------------------------------------------------------
+# ---- the policy argument
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -407,7 +409,8 @@ def test_a_copy_has_the_same_policy(policy):
     assert copy.hwkv_info() == llm.hwkv_info()
 
 
-# ---- which library is loaded --------------------------------------------------------------------------------------------
+# ---- which library is loaded
+# --------------------------------------------------------------------------------------------
 
 
 def run_python(code, **environment):

@@ -70,7 +70,8 @@ def test_the_users_own_callback_stays(tmp_path):
 
 @pytest.mark.parametrize("careful", [True, False])
 def test_a_callback_that_hands_on_to_ours(tmp_path, capfd, monkeypatch, careful):
-    """As libraries do that keep the callback they find. Each text passes once, and llama-cpp-python's own has the last word."""
+    """As libraries do that keep the callback they find. Each text passes once, and llama-cpp-python's own has the last
+    word."""
     monkeypatch.setattr(
         llama_cpp._logger.logger, "level", 0
     )  # it says nothing any more once a Llama was made with verbose=False

@@ -97,7 +97,8 @@ def test_sanitizers_find_nothing(random_models, sanitized, name, tmp_path):
 
 
 def test_sanitizers_find_nothing_under_python(sanitized):
-    """The parity tests with the sanitizers' library: Python itself is not built with them, so their runtimes are loaded before it."""
+    """The parity tests with the sanitizers' library: Python itself is not built with them, so their runtimes are loaded
+    before it."""
     linked = subprocess.run(["ldd", sanitized.parent / "libllama.so"], text=True, capture_output=True).stdout
     runtimes = re.findall(r"lib(?:asan|ubsan|stdc\+\+)\S* => (\S+)", linked)
     if not any("asan" in path for path in runtimes):

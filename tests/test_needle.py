@@ -1,4 +1,5 @@
-"""The calibrated policy of the mini hybrid finds far facts, where a uniform window of the same size does not. bench/needle.py is the long form."""
+"""The calibrated policy of the mini hybrid finds far facts, where a uniform window of the same size does not.
+bench/needle.py is the long form."""
 
 from statistics import mean
 

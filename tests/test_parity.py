@@ -378,7 +378,8 @@ def test_token_by_token(random_hybrid):
     "windows, n_sink", [((16, 16, 16, 16), 0), ((16, 40, 300, 16), 0), ((16, 16, 16, 16), 4)], ids=str
 )
 def test_window_ends_exactly(tmp_path, windows, n_sink, flash):
-    """In a one-layer model a token matters for the next w - 1 tokens, and not one bit beyond, whatever the batches; a sink token always."""
+    """In a one-layer model a token matters for the next w - 1 tokens, and not one bit beyond, whatever the batches; a
+    sink token always."""
     path = str(tmp_path / "one-layer.gguf")
     random_models.write_llama(path, seed=3)
     tokens = np.random.default_rng(4).integers(0, 256, 620)

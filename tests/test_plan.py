@@ -302,9 +302,11 @@ def test_bad_input_is_one_sentence(hwkv, mini_hybrid, words, code, message):
 
 
 def test_edited_chats_stay_within_the_lines_for_checkpoints_and_prompts(built, mini_hybrid, tmp_path):
-    """40 chats that grow and are edited, on four slots: every slot has all its checkpoints and the cache of prompts is full.
+    """40 chats that grow and are edited, on four slots: every slot has all its checkpoints and the cache of prompts is
+    full.
 
-    A larger model's are each mapped by themselves; those of this one would lie in glibc's heap, whose gaps take up to a third more.
+    A larger model's are each mapped by themselves; those of this one would lie in glibc's heap, whose gaps take up to a
+    third more.
     """
     n_checkpoints, n_cache = 3, 24 * 2**20
     path, rows = tmp_path / "p.json", {3: (None, 512, 512, 512), 7: (512, None, 512, 512)}

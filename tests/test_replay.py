@@ -149,7 +149,8 @@ def test_inputs_are_left_alone():
 
 @pytest.mark.parametrize("n_gqa", [1, 4])
 def test_memory_is_that_of_a_block(n_gqa):
-    """Beside its result: float64 copies of q and k, and what the docstring says of a block. Windows and queries add nothing."""
+    """Beside its result: float64 copies of q and k, and what the docstring says of a block. Windows and queries add
+    nothing."""
     n_token, n_block, head_dim = 5000, 8, 32
 
     def peak(n_query, windows):

@@ -1,4 +1,5 @@
-"""Devices of other machines: a policy served over llama.cpp's RPC backend, its layers split over two servers, answers as the local run does."""
+"""Devices of other machines: a policy served over llama.cpp's RPC backend, its layers split over two servers, answers
+as the local run does."""
 
 import os
 import re

@@ -1,4 +1,5 @@
-"""Memory of GPUs as NVML tells it. A stand-in for the library, which is where a driver is, and no GPU has run these tests."""
+"""Memory of GPUs as NVML tells it. A stand-in for the library, which is where a driver is, and no GPU has run these
+tests."""
 
 import os
 from types import SimpleNamespace

@@ -149,7 +149,8 @@ def test_shortest_window(row, tau, window):
 
 
 def test_in_trace_error_bound(cosines, scores):
-    """|o_w / |o_w| - o / |o||^2 is 2 (1 - cos): over queries and GQA group, the chosen window's mean is at most 2 (1 - tau)."""
+    """|o_w / |o_w| - o / |o||^2 is 2 (1 - cos): over queries and GQA group, the chosen window's mean is at most 2 (1 -
+    tau)."""
     held = 0
     for kv_head, seed in enumerate((1, 2)):
         out = outputs(seed).astype(float)

@@ -62,8 +62,8 @@ def saved_scores(folder, geometry, policy):
 SHORT = 0.01  # a threshold that most of the shortest windows reach
 
 
-# Each case: model, trace, windows, n_sink, queries, a threshold, and how near scores must be. Weights are F32 on both sides; the runtime rounds
-# K and V to F16, which moved scores by 3.4e-4 in SmolLM2 and by 6e-6 in the miniature.
+# Each case: model, trace, windows, n_sink, queries, a threshold, and how near scores must be. Weights are F32 on both
+# sides; the runtime rounds K and V to F16, which moved scores by 3.4e-4 in SmolLM2 and by 6e-6 in the miniature.
 
 
 def smollm2_case():
@@ -98,7 +98,8 @@ def hybrid_case():
 
 @pytest.fixture(scope="module", params=[smollm2_case, hybrid_case], ids=["smollm2", "mini-hybrid"])
 def compared(request, tmp_path_factory):
-    """Two thresholds calibrated, and what the independent implementation scores under their policies and with full history."""
+    """Two thresholds calibrated, and what the independent implementation scores under their policies and with full
+    history."""
     path, trace, windows, n_sink, n_queries, tau, tolerance = request.param()
     folder = tmp_path_factory.mktemp("run")
     geometry, settings = (ModelGeometry.from_gguf(path), Settings((n_sink,), windows, n_queries))
@@ -155,7 +156,8 @@ def test_the_policy_is_that_of_the_independent_implementation(compared, name):
 
 
 def test_sequential_is_sequential(compared):
-    """Under short windows below, the upper layers' scores are others than with full history below; the first layer's are the same."""
+    """Under short windows below, the upper layers' scores are others than with full history below; the first layer's
+    are the same."""
     short, full = compared.actual[SHORT], compared.expected["full"]
     moved = [np.abs(short[x.layer].mean - full[x.layer]).max() for x in compared.geometry.configurable]
     print("moved by", " ".join(f"{x:.1e}" for x in moved))
@@ -350,7 +352,8 @@ def test_provenance_tells_how_to_repeat_it(undisturbed, text):
 
 
 def test_provenance_has_the_windows_that_were_tried(hwkv, mini_hybrid, tmp_path):
-    """By default they leave room for the sinks, whatever their numbers; one run has them all, and selects among them."""
+    """By default they leave room for the sinks, whatever their numbers; one run has them all, and selects among
+    them."""
     words = [
         "calibrate",
         mini_hybrid,
@@ -423,9 +426,11 @@ def test_selection_from_a_finished_run(undisturbed, command, hwkv, tmp_path):
 
 
 def test_killed_at_random_and_run_again(undisturbed, command, tmp_path):
-    """SIGKILL at random moments, each after something new was kept; the last run ends with the bytes of the undisturbed one.
+    """SIGKILL at random moments, each after something new was kept; the last run ends with the bytes of the undisturbed
+    one.
 
-    On a machine that is quick after a slow moment, one more file and a pause may be all that was left: then the policy is there.
+    On a machine that is quick after a slow moment, one more file and a pause may be all that was left: then the policy
+    is there.
     """
     rng = np.random.default_rng()
     policy, run = tmp_path / "policy.json", tmp_path / "policy.calib"

@@ -20,7 +20,8 @@ POLICY = Policy({3: (None, 64, 64, 64)})
 
 @pytest.fixture
 def serve(tmp_path, monkeypatch):
-    """serve("M", "--policy", ...) -> (exit code, words that the program got, stderr), with a llama-server that prints its words."""
+    """serve("M", "--policy", ...) -> (exit code, words that the program got, stderr), with a llama-server that prints
+    its words."""
     folder = tmp_path / "hwkv" / "cpu" / "bin"
     folder.mkdir(parents=True)
     (folder / "llama-server").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')

@@ -34,7 +34,8 @@ pytestmark = pytest.mark.timeout(1200)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model and a policy with several windows, all far shorter than the prompts, so that the rings turn over many times."""
+    """A model and a policy with several windows, all far shorter than the prompts, so that the rings turn over many
+    times."""
 
     name: str
     rows: tuple  # windows per configurable layer, repeated
@@ -171,9 +172,9 @@ def chat(server, case):
 
 @functools.cache
 def batch_noise(name, folder):
-    """What other batch splits do to this model: cached against fresh in the unpatched build, and one split against another under the
-    policy's masks. Windows make some models more sensitive; the second is measured with rings as long as the context, and without any
-    cached prompt, so that no fault of rings or reuse hides in it.
+    """What other batch splits do to this model: cached against fresh in the unpatched build, and one split against
+    another under the policy's masks. Windows make some models more sensitive; the second is measured with rings as long
+    as the context, and without any cached prompt, so that no fault of rings or reuse hides in it.
     """
     case = CASES[name]
     options = server_options(case, folder)
@@ -188,7 +189,8 @@ def batch_noise(name, folder):
 
 
 def prompt_noise(options, prompt):
-    """How far apart fresh answers to one prompt are for several batch splits, under the same masks with rings as long as the context."""
+    """How far apart fresh answers to one prompt are for several batch splits, under the same masks with rings as long
+    as the context."""
     masked = dataclasses.replace(options, environment={**options.environment, "LLAMA_HWKV_FULL_RING": "1"})
     return max(
         difference(fresh(dataclasses.replace(masked, n_batch=n, n_ubatch=n), prompt), fresh(masked, prompt))[0]
@@ -197,7 +199,8 @@ def prompt_noise(options, prompt):
 
 
 def assert_like_fresh(options, answer, prompt, noise, what):
-    """Fails where an answer differs from a fresh server's by more than the noise, or than this very prompt's own noise."""
+    """Fails where an answer differs from a fresh server's by more than the noise, or than this very prompt's own
+    noise."""
     expected = fresh(options, prompt)
     if not is_same(answer, expected, noise):
         noise = max(noise, prompt_noise(options, prompt))  # some prompts stand on a knife's edge
@@ -386,7 +389,8 @@ def test_context_shift_is_off_under_a_policy(smollm2_options):
 
 
 def test_needles_are_found_by_the_head_that_stays_full(tmp_path):
-    """KV head 1 of layer 7 fetches far facts: with it full nearly all are found, with every head windowed hardly any."""
+    """KV head 1 of layer 7 fetches far facts: with it full nearly all are found, with every head windowed hardly
+    any."""
     geometry = ModelGeometry.from_gguf(MINI_HYBRID)
     prompts = [needle_prompt(seed, 1500, 900) for seed in range(12)]
     found = {}
@@ -456,7 +460,8 @@ def test_props_report_what_is_allocated(options, case):
 
 
 def test_shorten_to_every_length_near_a_checkpoint(case, options, noise):
-    """A checkpoint holds the windows at its end only: a prompt that ends there, or one token before, must not rely on it."""
+    """A checkpoint holds the windows at its end only: a prompt that ends there, or one token before, must not rely on
+    it."""
     tokens, n = list(tokens_of(case.name)), case.n_prompt
     kept = {}
     with LlamaServer(options) as server:

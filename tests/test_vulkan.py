@@ -1,4 +1,5 @@
-"""Everything in a device's memory: weights, KV of all windows, recurrent states. Any Vulkan device will do, Mesa's software driver too.
+"""Everything in a device's memory: weights, KV of all windows, recurrent states. Any Vulkan device will do, Mesa's
+software driver too.
 
 A process uses one build, so what needs the Vulkan build's library runs in a process of its own.
 """
@@ -65,7 +66,8 @@ def run(*words, env, timeout_s=3000):
 
 @pytest.mark.parametrize("name", ["llama-dense", "gemma3-dense"])
 def test_random_models(vulkan, random_models, name):
-    """Not of a hybrid: Mesa's driver takes seconds for a micro-batch of its recurrent layers. The server's model is one."""
+    """Not of a hybrid: Mesa's driver takes seconds for a micro-batch of its recurrent layers. The server's model is
+    one."""
     path = next(path for path in random_models if path.stem == name)
     assert run(BUILD / "bin" / "test-hwkv", "archs", path, "-ngl", 99, env=vulkan).count("ok:") == 2
     run(BUILD / "bin" / "test-hwkv", "walk", path, "--seeds", 8, 9, "--steps", 10, "-ngl", 99, env=vulkan)
@@ -157,7 +159,8 @@ def test_a_server_plans_allocates_answers_saves_and_restores(vulkan, options, tm
 
 @pytest.mark.timeout(7200)
 def test_demo(vulkan, tmp_path):
-    """At its shortest, which is 5,000 tokens to read and 400 to write: a device in software does 4 and 0.8 of them a second."""
+    """At its shortest, which is 5,000 tokens to read and 400 to write: a device in software does 4 and 0.8 of them a
+    second."""
     out = run(*HWKV, "demo", "-c", 1024, "--output", tmp_path, env=vulkan, timeout_s=7000)
     assert "KV allocated" in out and "   policy   " in out
     for log in ("off", "embedded"):
@@ -166,10 +169,11 @@ def test_demo(vulkan, tmp_path):
 
 
 def test_calibration(vulkan, mini_hybrid, tmp_path):
-    """The runtime's attention and the replay of what was captured are compared by the calibration itself; here its scores with the CPU's.
+    """The runtime's attention and the replay of what was captured are compared by the calibration itself; here its
+    scores with the CPU's.
 
-    One trace, shorter than the micro-batch that buffers are made for: Mesa 22.3's driver in software crashes when llama.cpp makes a larger
-    compute buffer, because it has kept the old one bound, whose memory is gone.
+    One trace, shorter than the micro-batch that buffers are made for: Mesa 22.3's driver in software crashes when
+    llama.cpp makes a larger compute buffer, because it has kept the old one bound, whose memory is gone.
     """
     text = tmp_path / "needles.txt"
     text.write_text(

@@ -8,7 +8,8 @@ from ..errors import HwkvError
 
 @functools.cache
 def load(group: str, base: type) -> dict[str, type]:
-    """{name: class} of all entry points of the group, ours first. HwkvError names the package whose entry is at fault."""
+    """{name: class} of all entry points of the group, ours first. HwkvError names the package whose entry is at
+    fault."""
     found: dict[str, type] = {}
     owners: dict[str, str] = {}
     entries = sorted(entry_points(group=group), key=lambda entry: (_package(entry) != "hwkv-llamacpp", entry.name))

@@ -59,7 +59,8 @@ def of_window(args, geometry, make):
 
 
 def largest(geometry, budget, make):
-    """make(window) with the largest window that fits into the Budget. HwkvError if not even a window of 1 token does."""
+    """make(window) with the largest window that fits into the Budget. HwkvError if not even a window of 1 token
+    does."""
     window = bisect_left(range(1, budget.n_ctx + 1), True, key=lambda w: not budget.holds(geometry, make(w)))
     if not window:
         raise HwkvError(f"no window fits: 1 token per KV head is {budget.shows(geometry, make(1))}")

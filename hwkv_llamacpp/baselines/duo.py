@@ -55,10 +55,11 @@ class Duo(Baseline):
 
 
 def duo(geometry, losses, window, budget, n_sink=4):
-    """DuoAttention's form (Xiao et al. 2024, arXiv 2410.10819): every KV head is full, or keeps the first n_sink tokens and a window.
+    """DuoAttention's form (Xiao et al. 2024, arXiv 2410.10819): every KV head is full, or keeps the first n_sink tokens
+    and a window.
 
-    losses: {layer: [n_head_kv]} of all configurable layers, what each head would lose; those that lose most per cell are full, as many as the
-    Budget holds. HwkvError if not even the windows fit.
+    losses: {layer: [n_head_kv]} of all configurable layers, what each head would lose; those that lose most per cell
+    are full, as many as the Budget holds. HwkvError if not even the windows fit.
     """
     policy = allocate(geometry, [window], {il: [[x] for x in row] for il, row in losses.items()}, n_sink, budget)
     return hand_made(geometry, policy.layers, {"method": "duo", "window": window, **budget.describe()}, n_sink)

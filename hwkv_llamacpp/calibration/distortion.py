@@ -31,8 +31,9 @@ class Distortion:
 class DistortionMeter:
     """Compares policies with full KV on texts.
 
-    texts: int32 token arrays, each decoded by itself. Positions of their second halves are evaluated, where histories are long:
-    n_positions of each text, evenly spread. The distributions with full KV are computed once and kept in a temporary file.
+    texts: int32 token arrays, each decoded by itself. Positions of their second halves are evaluated, where histories
+    are long: n_positions of each text, evenly spread. The distributions with full KV are computed once and kept in a
+    temporary file.
     """
 
     def __init__(self, model, texts, n_positions=256):
@@ -56,7 +57,8 @@ class DistortionMeter:
         self.close()
 
     def measure(self, policy, model=None):
-        """Distortion of a Policy, served by another runtime.Model of the same weights if there is one, such as with other K/V types."""
+        """Distortion of a Policy, served by another runtime.Model of the same weights if there is one, such as with
+        other K/V types."""
         n = len(self.targets)
         if self._full is None:
             try:  # written, not mapped: a disk that gets full is an error then, not a signal
@@ -92,7 +94,8 @@ class DistortionMeter:
         )
 
     def _distributions(self, model, policy):
-        """Yields (rows of the evaluated positions, their log-probabilities [n, n_vocab] float32), a ubatch at a time."""
+        """Yields (rows of the evaluated positions, their log-probabilities [n, n_vocab] float32), a ubatch at a
+        time."""
         done = 0
         n_ubatch = model.options.n_ubatch
         for tokens, positions in zip(self.texts, self.positions):

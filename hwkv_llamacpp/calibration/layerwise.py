@@ -1,8 +1,8 @@
 """Traces decoded a layer at a time: what enters the attention of a layer is seen before the layer attends.
 
-A run goes from one configurable layer to the next. It ends where that layer has stored its K and V; its windows can be chosen then, and
-the next run attends under them. So each layer is computed once, below it the windows that were chosen, and a whole sequential
-calibration costs about one prefill of its traces.
+A run goes from one configurable layer to the next. It ends where that layer has stored its K and V; its windows can be
+chosen then, and the next run attends under them. So each layer is computed once, below it the windows that were chosen,
+and a whole sequential calibration costs about one prefill of its traces.
 """
 
 import ctypes
@@ -46,8 +46,8 @@ def bind(lib):
 class Layerwise:
     """Traces in a context of their own.
 
-    traces: a list of int32 token arrays, one sequence each. samples: for each trace the positions whose queries are captured.
-    Close it, or use it in a with statement.
+    traces: a list of int32 token arrays, one sequence each. samples: for each trace the positions whose queries are
+    captured. Close it, or use it in a with statement.
     """
 
     def __init__(self, model, traces, samples):
@@ -90,7 +90,8 @@ class Layerwise:
         self.close()
 
     def run(self, layer_from, layer_to):
-        """Computes from the attention of one layer (START: the first token) to that of another (END: past the last layer)."""
+        """Computes from the attention of one layer (START: the first token) to that of another (END: past the last
+        layer)."""
         error = ctypes.create_string_buffer(1024)
         with llama_log.texts():
             code = self._lib.llama_hwkv_layer_run(self._ctx, self._batch, layer_from, layer_to, error, len(error))
@@ -100,7 +101,8 @@ class Layerwise:
             )
 
     def logits(self, layer_from, positions):
-        """Computes from the attention of a layer to the end. Logits [n_position, n_vocab] float32 at these positions of each trace, in order."""
+        """Computes from the attention of a layer to the end. Logits [n_position, n_vocab] float32 at these positions of
+        each trace, in order."""
         n_before = np.cumsum([0, *map(len, self.traces)])
         wanted = [int(start + p) for start, at in zip(n_before, positions) for p in at]
         try:
@@ -121,11 +123,13 @@ class Layerwise:
         self._lib.llama_hwkv_layer_windows(self._ctx, layer, n_sink, windows.ctypes.data, len(windows))
 
     def queries(self, layer):
-        """Q of the Layer that the last run ended at, as its attention sees it: a list of [n_query, n_head, head_dim_k], one per trace."""
+        """Q of the Layer that the last run ended at, as its attention sees it: a list of [n_query, n_head, head_dim_k],
+        one per trace."""
         return self._captured(self._lib.llama_hwkv_layer_q, layer.n_head, layer.head_dim_k)
 
     def outputs(self, layer):
-        """Attention output of the Layer that the last run started at: a list of [n_query, n_head, head_dim_v], one per trace."""
+        """Attention output of the Layer that the last run started at: a list of [n_query, n_head, head_dim_v], one per
+        trace."""
         return self._captured(self._lib.llama_hwkv_layer_out, layer.n_head, layer.head_dim_v)
 
     def keys_values(self, layer, kv_head, trace):
@@ -137,7 +141,8 @@ class Layerwise:
         return k, v
 
     def attention(self):
-        """How the layer that the last run ended at weighs Q*K: the arguments scale, softcap and sinks of `replay`; sinks per query head."""
+        """How the layer that the last run ended at weighs Q*K: the arguments scale, softcap and sinks of `replay`;
+        sinks per query head."""
         sinks = np.empty(self._lib.llama_hwkv_layer_sinks(self._ctx, None), dtype=np.float32)
         self._lib.llama_hwkv_layer_sinks(self._ctx, sinks.ctypes.data)
         return {
@@ -147,8 +152,8 @@ class Layerwise:
         }
 
     def replay(self, layer, windows, n_sink=0):
-        """What the Layer that the last run ended at would attend to under every window and with full history: for each KV head, and inside
-        for each trace, [n_window + 1, n_query, n_gqa, head_dim_v] float32, the last one full."""
+        """What the Layer that the last run ended at would attend to under every window and with full history: for each
+        KV head, and inside for each trace, [n_window + 1, n_query, n_gqa, head_dim_v] float32, the last one full."""
         attention, queries, n_gqa = self.attention(), self.queries(layer), layer.n_gqa
         sinks = attention.pop("sinks")
         result = []
@@ -175,7 +180,8 @@ class Layerwise:
         return self._lib.llama_hwkv_layer_save(self._ctx)
 
     def restore(self, number):
-        """Goes back to a kept state. K and V of the layer there must not have been computed anew since. HwkvError if it is not kept."""
+        """Goes back to a kept state. K and V of the layer there must not have been computed anew since. HwkvError if it
+        is not kept."""
         if self._lib.llama_hwkv_layer_restore(self._ctx, number) != 0:
             raise HwkvError(f"no state {number} is kept")
 

@@ -2,7 +2,8 @@
 
 The windows of one query are nested: each sees what the next shorter one sees, and a band of older keys. So the sums of
 the softmax are carried from the newest band to the oldest, as online softmax carries them (Milakov and Gimelshein 2018,
-arXiv 1805.02867), and divided at the end of every band. All windows together cost about one attention with full history.
+arXiv 1805.02867), and divided at the end of every band. All windows together cost about one attention with full
+history.
 
 The running maximum is what makes it exact: a window whose logits all lie far below an older key's would vanish beside
 that key, but here it is scaled by its own maximum. Logits are float64, because the absolute error of a logit is the
@@ -20,12 +21,14 @@ def replay(q, positions, k, v, windows, *, scale, n_sink=0, softcap=0.0, sinks=N
     q: [n_query, n_gqa, head_dim_k], as the attention sees it (after RoPE); the query heads of the GQA group.
     positions: [n_query] integers, in any order. The query at position p sees keys 0 to p.
     k: [n_token, head_dim_k], v: [n_token, head_dim_v]: one row per position, as the cache holds them.
-    windows: tokens, ascending, each at least 1; the query at p sees key j iff j <= p and (p - j < window or j < n_sink).
+    windows: tokens, ascending, each at least 1; the query at p sees key j iff j <= p and (p - j < window or j <
+    n_sink).
     scale: factor on q k. softcap: where positive, a logit x becomes softcap * tanh(x / softcap).
-    sinks: [n_gqa] learned logits that join the denominator without a value (gpt-oss), or None. Not the n_sink positions.
-    n_block: queries that are taken together, neighbours by position. More make better matrix products, but then a band's
-    keys are also read for those of its queries that lie too far away. Memory beside the result is at most n_block x
-    (3 n_gqa + 2) x n_token float64 and a float64 copy of q and k, however many windows and queries there are.
+    sinks: [n_gqa] learned logits that join the denominator without a value (gpt-oss), or None. Not the n_sink
+    positions.
+    n_block: queries that are taken together, neighbours by position. More make better matrix products, but then a
+    band's keys are also read for those of its queries that lie too far away. Memory beside the result is at most
+    n_block x (3 n_gqa + 2) x n_token float64 and a float64 copy of q and k, however many windows and queries there are.
 
     Returns [len(windows) + 1, n_query, n_gqa, head_dim_v] in float32; the last one has full history.
     HwkvError where shapes, positions or windows do not fit together.

@@ -38,7 +38,8 @@ class Settings:
             raise HwkvError(f"n_queries is {self.n_queries}, at least 1 expected")
 
     def candidates(self, n_tokens, n_sink=0):
-        """The candidate windows for traces of n_tokens, ascending. Powers of two are less n_sink, so that window and sinks fill whole cell blocks."""
+        """The candidate windows for traces of n_tokens, ascending. Powers of two are less n_sink, so that window and
+        sinks fill whole cell blocks."""
         if self.windows is None:
             windows = [2**i - n_sink for i in range(8, 31) if n_sink < 2**i <= n_tokens // 2]
             if not windows:
@@ -251,7 +252,8 @@ def check_replay(layer, expected, actual, tolerance):
 
 
 def chosen(outputs, row, windows):
-    """Attention output under a row of windows, all traces in one array [n_query, n_head, head_dim_v]. outputs: of Layerwise.replay()."""
+    """Attention output under a row of windows, all traces in one array [n_query, n_head, head_dim_v]. outputs: of
+    Layerwise.replay()."""
     index = [len(windows) if w is None else windows.index(w) for w in row]
     return np.concatenate([np.concatenate([out[i] for out in traces]) for i, traces in zip(index, outputs)], axis=1)
 

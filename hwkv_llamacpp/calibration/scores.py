@@ -1,4 +1,5 @@
-"""Scores: how near a KV head's output under a window stays to its output with full history. Higher keeps more; full is 1.
+"""Scores: how near a KV head's output under a window stays to its output with full history. Higher keeps more; full is
+1.
 
 The mean over the query heads of a GQA group, which share their KV head's window, is taken here and only here.
 """
@@ -32,7 +33,8 @@ def stabilised_cosine(out, eps=EPS):
 
 @dataclass(frozen=True, eq=False)
 class LayerScores:
-    """Scores of one configurable layer, reduced over queries but not over heads; two are equal if they read alike as JSON.
+    """Scores of one configurable layer, reduced over queries but not over heads; two are equal if they read alike as
+    JSON.
 
     windows: the candidates in tokens, ascending. n_sink: first positions that every window sees.
     mean, p1, p5: [n_head_kv, n_window]: the mean over the query heads of the GQA group for each query, and then mean,
@@ -65,7 +67,8 @@ class LayerScores:
 
     @classmethod
     def from_cosines(cls, layer, windows, n_sink, cosines):
-        """cosines: one [n_query, n_gqa, n_window] per KV head, as stabilised_cosine() returns it. HwkvError if shapes differ."""
+        """cosines: one [n_query, n_gqa, n_window] per KV head, as stabilised_cosine() returns it. HwkvError if shapes
+        differ."""
         windows = tuple(int(w) for w in windows)
         shapes = {c.shape for c in cosines}
         if len(shapes) != 1 or not (

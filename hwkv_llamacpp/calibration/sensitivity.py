@@ -1,8 +1,10 @@
 """How much each KV head matters: what next-token predictions lose when this head alone has a short window.
 
-The error of a head's attention output says how far a window moves that output, not what the layers above make of it. For small errors the
-divergence of the predictions is quadratic in them, so its ratio to the squared error is a property of the head: its sensitivity. It is
-measured once, under a window short enough to stand out from rounding, and turns the squared error under any window into an expected divergence.
+The error of a head's attention output says how far a window moves that output, not what the layers above make of it.
+For small errors the
+divergence of the predictions is quadratic in them, so its ratio to the squared error is a property of the head: its
+sensitivity. It is measured once, under a window short enough to stand out from rounding, and turns the squared error
+under any window into an expected divergence.
 """
 
 from dataclasses import dataclass
@@ -17,7 +19,8 @@ PROBE = 32  # tokens: the window that the measured head gets
 
 @dataclass(frozen=True, eq=False)
 class Sensitivity:
-    """Of the KV heads of one layer, each windowed alone. kl: [n_head_kv], nats. error: [n_head_kv], mean squared error of the output."""
+    """Of the KV heads of one layer, each windowed alone. kl: [n_head_kv], nats. error: [n_head_kv], mean squared error
+    of the output."""
 
     layer: int
     kl: np.ndarray
@@ -25,7 +28,8 @@ class Sensitivity:
 
     @property
     def weights(self):
-        """Divergence per squared error [n_head_kv]: the geometric mean of the head's own and its layer's, because one head's is noisy."""
+        """Divergence per squared error [n_head_kv]: the geometric mean of the head's own and its layer's, because one
+        head's is noisy."""
         kl = np.maximum(self.kl, 0)  # one that is zero may be rounded to less
         own = np.divide(kl, self.error, out=np.zeros_like(kl), where=self.error > 0)
         layer = kl.sum() / self.error.sum() if self.error.sum() > 0 else 0.0
@@ -47,7 +51,8 @@ class Sensitivity:
 
 
 def squared_errors(outputs):
-    """Mean squared error against full history under each window [n_head_kv, n_window], over queries, the heads of a GQA group, and dimensions.
+    """Mean squared error against full history under each window [n_head_kv, n_window], over queries, the heads of a GQA
+    group, and dimensions.
 
     outputs: as Layerwise.replay() returns them.
     """
@@ -56,9 +61,11 @@ def squared_errors(outputs):
 
 
 def measure(model, layers, traces, samples, n_sink=0, wanted=None, n_positions=64, probe=PROBE):
-    """Yields the Sensitivity of each of the wanted layers (None: all), from the first on. layers: all configurable ones of the model.
+    """Yields the Sensitivity of each of the wanted layers (None: all), from the first on. layers: all configurable ones
+    of the model.
 
-    traces, samples: as for Layerwise. The divergence is the mean over n_positions of each trace's second half. Costs about half a prefill of
+    traces, samples: as for Layerwise. The divergence is the mean over n_positions of each trace's second half. Costs
+    about half a prefill of
     the traces for each KV head: what lies below its layer is computed once.
     """
     positions = [np.linspace(len(t) // 2, len(t) - 1, n_positions, dtype=int) for t in traces]

@@ -1,8 +1,8 @@
 """Traces: the texts that calibration looks at, and the held-out texts that it is judged by.
 
-The default trace ships with the package (written for it, under its licence): prose, technical text and code, and a generated
-retrieval text whose second half asks for facts of its first. Half of the documents make traces, the others are held out.
-Text like the workload is better; `from_files` takes it.
+The default trace ships with the package (written for it, under its licence): prose, technical text and code, and a
+generated retrieval text whose second half asks for facts of its first. Half of the documents make traces, the others
+are held out. Text like the workload is better; `from_files` takes it.
 """
 
 import hashlib
@@ -43,7 +43,8 @@ class Trace:
 
 
 def default(model, n_tokens, seed=0):
-    """Three sequences of n_tokens, prose, technical and retrieval, and three held out. HwkvError if the shipped text is too short."""
+    """Three sequences of n_tokens, prose, technical and retrieval, and three held out. HwkvError if the shipped text is
+    too short."""
     rng = np.random.default_rng(seed)
     files = sorted(FOLDER.glob("*.txt"))
     prose, technical = (
@@ -67,7 +68,8 @@ def default(model, n_tokens, seed=0):
 
 
 def from_files(model, paths, n_tokens, n_sequences=3, held_out_paths=()):
-    """Up to n_sequences of n_tokens from the files, in order; held out is what held_out_paths hold, or else the end of the files."""
+    """Up to n_sequences of n_tokens from the files, in order; held out is what held_out_paths hold, or else the end of
+    the files."""
     tokens = _read(model, paths)
     if held_out_paths:
         held_out = _read(model, held_out_paths)
@@ -101,7 +103,8 @@ def from_files(model, paths, n_tokens, n_sequences=3, held_out_paths=()):
 
 
 def retrieval(model, texts, n_tokens, rng):
-    """Tokens of a text that states facts in its first half, among paragraphs of texts, and asks for them in its second."""
+    """Tokens of a text that states facts in its first half, among paragraphs of texts, and asks for them in its
+    second."""
     paragraphs = [p for text in texts for p in text.split("\n") if 80 < len(p) < 900]
     things = [
         "locker",
@@ -155,7 +158,8 @@ def retrieval(model, texts, n_tokens, rng):
 
 
 def sample_positions(sequences, n_queries, seed):
-    """Positions of the queries to score, of each token sequence's second half, where long histories exist: ascending, without repeats."""
+    """Positions of the queries to score, of each token sequence's second half, where long histories exist: ascending,
+    without repeats."""
     rng = np.random.default_rng(seed)
     result = []
     for sequence in sequences:

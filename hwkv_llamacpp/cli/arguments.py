@@ -66,7 +66,8 @@ def json_flag(command):
 
 
 def policy_choice(given):
-    """--policy, or else the environment's. HwkvError for a pipe, which only one of us and the program that follows could read."""
+    """--policy, or else the environment's. HwkvError for a pipe, which only one of us and the program that follows
+    could read."""
     choice = given or os.environ.get(ENVIRONMENT)
     if choice and choice not in ("embedded", "off") and os.path.exists(choice) and not os.path.isfile(choice):
         raise HwkvError(f"{choice}: not a regular file: the policy is read twice, so a file expected")

@@ -1,7 +1,7 @@
 """`hwkv demo`: the main job, end to end, on a small real model.
 
-Calibrates a policy for SmolLM2-135M-Instruct on a short trace, embeds it, serves the model with the real llama-server, and asks two
-questions about a text that is longer than the windows; once with full KV and once under the policy.
+Calibrates a policy for SmolLM2-135M-Instruct on a short trace, embeds it, serves the model with the real llama-server,
+and asks two questions about a text that is longer than the windows; once with full KV and once under the policy.
 """
 
 import fcntl

@@ -172,7 +172,8 @@ def run_check(args):
 
 
 def _made_by(provenance):
-    """[("made by", line)] of what matters most in a provenance, which may be any JSON object; all of it is in --json."""
+    """[("made by", line)] of what matters most in a provenance, which may be any JSON object; all of it is in
+    --json."""
     if not provenance:
         return []
     budget = provenance.get("budget") if isinstance(provenance.get("budget"), dict) else provenance

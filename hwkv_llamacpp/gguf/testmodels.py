@@ -70,12 +70,14 @@ def smollm2():
 
 
 def gemma3():
-    """Path of Gemma 3 270M, Q4_K_M: 18 layers of 1 KV head, every sixth with full context, the others with its own window."""
+    """Path of Gemma 3 270M, Q4_K_M: 18 layers of 1 KV head, every sixth with full context, the others with its own
+    window."""
     return fetch(GEMMA3)
 
 
 def fetch(model):
-    """Path of the model's GGUF; downloads, joins and checks it where it is not there yet. HwkvError says what failed."""
+    """Path of the model's GGUF; downloads, joins and checks it where it is not there yet. HwkvError says what
+    failed."""
     path = FOLDER / model.file_name
     if path.exists():
         return path

@@ -1,7 +1,9 @@
-"""The search for the largest context that a memory holds: a pair that was measured, last success and first failure, one grid step apart.
+"""The search for the largest context that a memory holds: a pair that was measured, last success and first failure, one
+grid step apart.
 
-Only running out of memory is a failure here. A timeout or a crash of another kind is tried once more, and then ends the search without a
-boundary. Both contexts of the pair are repeated three times; if the repetitions disagree, the pair is not confirmed, and nothing is picked.
+Only running out of memory is a failure here. A timeout or a crash of another kind is tried once more, and then ends the
+search without a boundary. Both contexts of the pair are repeated three times; if the repetitions disagree, the pair is
+not confirmed, and nothing is picked.
 """
 
 from dataclasses import dataclass

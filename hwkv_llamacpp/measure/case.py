@@ -1,7 +1,7 @@
 """One measured case: a fresh llama-server, one fixed request, its end, and the Row of it all.
 
-The prompt fills the context but for the tokens to generate, as token ids of the same invented text in every arm. Nothing is kept between
-cases, no prompt cache, no checkpoints; llama.cpp may not change the context or the offloading.
+The prompt fills the context but for the tokens to generate, as token ids of the same invented text in every arm.
+Nothing is kept between cases, no prompt cache, no checkpoints; llama.cpp may not change the context or the offloading.
 """
 
 import contextlib
@@ -89,7 +89,8 @@ class Settings:
 
 
 def measure(kind, arm, n_ctx, settings, geometry, *, round_=0, step=None, gpus=None, plan=None, log_path=None):
-    """The Row of one case. It always comes back: what goes wrong is its status and cause, unless the build itself is missing.
+    """The Row of one case. It always comes back: what goes wrong is its status and cause, unless the build itself is
+    missing.
 
     plan: plan.Plan of this arm and context, if there is one.
     """

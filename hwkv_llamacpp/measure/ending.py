@@ -1,7 +1,8 @@
 """Why a server ended: read from its exit status, its log and the kernel, never guessed.
 
-Only two things count as out of memory: a process that says so in its log and then fails, and a process that the kernel killed for
-memory. A timeout, a crash of another kind, an abort without a word, a kill by somebody else are what they are.
+Only two things count as out of memory: a process that says so in its log and then fails, and a process that the kernel
+killed for memory. A timeout, a crash of another kind, an abort without a word, a kill by somebody else are what they
+are.
 """
 
 import re
@@ -34,9 +35,9 @@ def memory_line(log):
 def failed(server, pid, n_oom_kills=0, timed_out_s=None, error=None, since=0):
     """Ending of a case that did not succeed.
 
-    server: the LlamaServer, running or not. n_oom_kills: kills that its control group counted. timed_out_s: the time after which the
-    measurement gave up. error: what the client saw. since: length of the log when the phase that failed began; what stands before it was
-    survived.
+    server: the LlamaServer, running or not. n_oom_kills: kills that its control group counted. timed_out_s: the time
+    after which the measurement gave up. error: what the client saw. since: length of the log when the phase that failed
+    began; what stands before it was survived.
     """
     code = server.process.poll() if server.process else None
     if timed_out_s is not None:

@@ -212,8 +212,8 @@ class Grid:
         return row
 
     def _measure_process(self, arm):
-        """Libraries, vocabulary, graphs and allocator are in no dry run: one small case of each arm tells what they take. It is a row of
-        its own and part of no result."""
+        """Libraries, vocabulary, graphs and allocator are in no dry run: one small case of each arm tells what they
+        take. It is a row of its own and part of no result."""
         if not self.planner.dry:
             return
         least = self.settings.n_predict + 1

@@ -54,7 +54,8 @@ def commit():
 
 
 def build(upstream=False):
-    """{"build", "build_flags", "build_sha256", "upstream_commit"} of ours or of the unpatched build; the commit is that of llama.cpp's source."""
+    """{"build", "build_flags", "build_sha256", "upstream_commit"} of ours or of the unpatched build; the commit is that
+    of llama.cpp's source."""
     return _build(native.build_dir(upstream))
 
 

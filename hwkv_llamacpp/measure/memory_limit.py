@@ -3,7 +3,8 @@
     with memory_group(3 * 2**30) as group:
         subprocess.Popen(..., preexec_fn=group.enter)
 
-A control group where one can be made (version 2 or 1, as a child of our own), otherwise a limit on the address space, which also counts
+A control group where one can be made (version 2 or 1, as a child of our own), otherwise a limit on the address space,
+which also counts
 what is only reserved: stacks, allocator arenas, mapped files. `kind` says which.
 """
 
@@ -129,8 +130,8 @@ def _remove_left(parent):
 
 
 def _own_groups():
-    """[(folder of the control group that this process is in, kind)]; of version 2 its parent, too, because a group with processes
-    of its own cannot hand the memory controller on."""
+    """[(folder of the control group that this process is in, kind)]; of version 2 its parent, too, because a group with
+    processes of its own cannot hand the memory controller on."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
         mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]

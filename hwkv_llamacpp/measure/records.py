@@ -1,7 +1,8 @@
-"""Row: what one measured case was and gave. The only schema; rows append to a JSONL file, one line each, and stand alone.
+"""Row: what one measured case was and gave. The only schema; rows append to a JSONL file, one line each, and stand
+alone.
 
-Units stand in the names: bytes, ms, tokens (n_*), ts (tokens per second). A value that was not measured is None. llama.cpp's words for
-the same things are mapped here and nowhere else.
+Units stand in the names: bytes, ms, tokens (n_*), ts (tokens per second). A value that was not measured is None.
+llama.cpp's words for the same things are mapped here and nowhere else.
 """
 
 import dataclasses
@@ -114,7 +115,8 @@ class Row:
 
     @property
     def limited_bytes(self):
-        """Peak of what the memory limit is held against: all that the control group was charged for. None where no such group was."""
+        """Peak of what the memory limit is held against: all that the control group was charged for. None where no such
+        group was."""
         return self.cgroup_peak_bytes if (self.memory_limit_kind or "").startswith("cgroup") else None
 
     @property
@@ -162,8 +164,8 @@ def append(path, row):
 
 
 def read(path, missing_ok=False):
-    """The rows of a JSONL file. A line that a kill or a power failure cut short is left out, with a word on stderr; any other bad line is
-    an HwkvError."""
+    """The rows of a JSONL file. A line that a kill or a power failure cut short is left out, with a word on stderr; any
+    other bad line is an HwkvError."""
     try:
         text = Path(path).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:

@@ -1,7 +1,8 @@
 """Samples what one process holds, from its start to its end.
 
-Host memory: resident set, its part that maps files, and the kernel's high-water mark (Linux), which no sample can miss. NVIDIA GPUs:
-what the process holds and what each whole device holds, through NVML. The two are different figures and are kept apart.
+Host memory: resident set, its part that maps files, and the kernel's high-water mark (Linux), which no sample can miss.
+NVIDIA GPUs: what the process holds and what each whole device holds, through NVML. The two are different figures and
+are kept apart.
 """
 
 import contextlib

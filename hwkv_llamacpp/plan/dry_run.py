@@ -1,8 +1,10 @@
-"""llama.cpp's dry run: loads a model without its tensors' data, makes a context without memory, and tells what both would take.
+"""llama.cpp's dry run: loads a model without its tensors' data, makes a context without memory, and tells what both
+would take.
 
-The context is made in a process of its own through the Python bindings, with the parameters that llama-server would use:
-llama-fit-params assumes that every token of a micro-batch gives logits, which a server never asks for, and would plan 100 MiB too much
-for a vocabulary of 49,152 at -ub 512. What the weights take on each device comes from llama-fit-params, where that does not matter.
+The context is made in a process of its own through the Python bindings, with the parameters that llama-server would
+use: llama-fit-params assumes that every token of a micro-batch gives logits, which a server never asks for, and would
+plan 100 MiB too much for a vocabulary of 49,152 at -ub 512. What the weights take on each device comes from
+llama-fit-params, where that does not matter.
 """
 
 import ctypes
@@ -104,7 +106,8 @@ def weights(model, n_gpu_layers=None):
 
 
 def breakdown(log):
-    """llama.cpp's memory breakdown, which the tools print at -lv 4: {device: {"model", "context", "compute"}}, whole MiB as bytes."""
+    """llama.cpp's memory breakdown, which the tools print at -lv 4: {device: {"model", "context", "compute"}}, whole
+    MiB as bytes."""
     rows = re.findall(
         r"common_memory_breakdown_print: \|\s+- (\S+)[^|]*\|.*?\d+ =\s*(\d+) \+\s*(\d+) \+\s*(\d+)\b", log
     )
@@ -115,7 +118,8 @@ def breakdown(log):
 
 
 def buffers(log):
-    """The same of a process that did not end cleanly, from what its log says of each buffer: {buffer type: as above}, to 0.01 MiB."""
+    """The same of a process that did not end cleanly, from what its log says of each buffer: {buffer type: as above},
+    to 0.01 MiB."""
     parts, found = {"model": "model", "KV": "context", "RS": "context", "output": "context", "compute": "compute"}, {}
     for name, part, mib in re.findall(rf"(\S+)\s+({'|'.join(parts)}) buffer size {SIZE}", log):
         sizes = found.setdefault(name, dict.fromkeys(("model", "context", "compute"), 0))

@@ -1,8 +1,9 @@
 """Planner: what a server would take, before it is started, and the largest context that fits a memory size.
 
-KV bytes come from the runtime's own rule (footprint.py), so they are exact. With the native build here, llama.cpp's dry run gives
-everything else on each device and confirms the KV bytes; without it, sliding windows, recurrent state and weights come from formulas over
-the GGUF's header, and compute buffers are not known. Every answer says which numbers are formulas.
+KV bytes come from the runtime's own rule (footprint.py), so they are exact. With the native build here, llama.cpp's dry
+run gives everything else on each device and confirms the KV bytes; without it, sliding windows, recurrent state and
+weights come from formulas over the GGUF's header, and compute buffers are not known. Every answer says which numbers
+are formulas.
 """
 
 import tempfile
@@ -26,7 +27,8 @@ SERVER_BYTES = 12 * MIB
 
 @dataclass(frozen=True)
 class Plan:
-    """Predicted bytes of one server. devices: {device: {part: bytes}}, parts as in PARTS; a part that is not known is left out."""
+    """Predicted bytes of one server. devices: {device: {part: bytes}}, parts as in PARTS; a part that is not known is
+    left out."""
 
     context: dry_run.Context
     footprint: Footprint
@@ -95,11 +97,12 @@ class Planner:
         self._whole = self.header.with_room_for_data()
         self.dry = self.header.n_tensors > 0 and is_built() if dry is None else dry
         self._weights = {}  # by n_gpu_layers
-        self._resident = {}  # by n_ubatch and policy: it differs a little from run to run, and a plan must grow with its context alone
+        # by n_ubatch and policy: it differs a little from run to run, and a plan must grow with its context alone
+        self._resident = {}
 
     def plan(self, context, policy=None, process_bytes=None, on_gpu=False):
-        """Plan of a dry_run.Context; policy: the Policy that context.policy names; process_bytes: what the process is known to hold beside
-        its buffers, where it was measured, on the first GPU or on the host."""
+        """Plan of a dry_run.Context; policy: the Policy that context.policy names; process_bytes: what the process is
+        known to hold beside its buffers, where it was measured, on the first GPU or on the host."""
         footprint = predict(
             self.geometry,
             policy,
@@ -143,7 +146,8 @@ class Planner:
                 policy=str(self.model) if context.policy == "embedded" else context.policy,
             )
         found = dry_run.run(context)
-        # what no policy can configure, such as latent attention, has no formula here; a policy's own groups must be as the formula says
+        # what no policy can configure, such as latent attention, has no formula here; a policy's own groups must be as
+        # the formula says
         other = sum(found["caches"]) - footprint.kv_bytes - sliding
         if abs(other) <= 0.006 * MIB * len(found["caches"]):
             other = 0
@@ -223,8 +227,8 @@ class Header:
         self.weight_bytes = sum(tensor.n_bytes for tensor in tensors) if tensors else None
 
     def with_room_for_data(self):
-        """Of a file that ends with its header, a temporary copy as long as the whole model would be, without taking disk: llama.cpp checks
-        the length, and its dry run reads no data. None for a whole file."""
+        """Of a file that ends with its header, a temporary copy as long as the whole model would be, without taking
+        disk: llama.cpp checks the length, and its dry run reads no data. None for a whole file."""
         if not self._lacks_data:
             return None
         copy = tempfile.NamedTemporaryFile(suffix=".gguf")
@@ -234,8 +238,8 @@ class Header:
         return copy
 
     def recurrent_bytes(self, geometry, n_parallel):
-        """F32 states of all recurrent layers, as llama_hparams::n_embd_r and n_embd_s count them; None for kinds of layer that this
-        formula does not know."""
+        """F32 states of all recurrent layers, as llama_hparams::n_embd_r and n_embd_s count them; None for kinds of
+        layer that this formula does not know."""
         parallel = ARCHITECTURES[self.architecture].recurrent == PARALLEL
         n_layers = sum(layer.kind == "recurrent" or parallel for layer in geometry.layers)
         keys = self._keys
@@ -280,8 +284,8 @@ def is_built():
 def largest_context(plan_at, limits, step, high):
     """(largest n_ctx that fits, its Plan), a multiple of step up to high; None where not even one step fits.
 
-    plan_at(n_ctx) -> Plan, whose bytes grow with n_ctx. limits: bytes for each limited device, see `excess`. Total bytes are nearly
-    linear in n_ctx above the windows, so each guess is the line's through the two nearest plans.
+    plan_at(n_ctx) -> Plan, whose bytes grow with n_ctx. limits: bytes for each limited device, see `excess`. Total
+    bytes are nearly linear in n_ctx above the windows, so each guess is the line's through the two nearest plans.
     """
     plans = {}
 
@@ -309,8 +313,8 @@ def largest_context(plan_at, limits, step, high):
 
 
 def excess(plan, limits):
-    """Bytes by which the plan's fullest device is over its limit; 0 or less where it fits. One limit holds for every device. The host is
-    limited only where it is all there is."""
+    """Bytes by which the plan's fullest device is over its limit; 0 or less where it fits. One limit holds for every
+    device. The host is limited only where it is all there is."""
     names = [name for name in plan.devices if name != "host"] or ["host"]
     if len(limits) not in (1, len(names)):
         raise HwkvError(

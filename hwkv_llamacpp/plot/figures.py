@@ -116,7 +116,8 @@ def colors(arms):
 
 
 def chart(width, height, n_panels=None):
-    """(figure, axes) in inches, or with n_panels (figure, [axes]): frameless, a pale grid behind the marks; needs no display."""
+    """(figure, axes) in inches, or with n_panels (figure, [axes]): frameless, a pale grid behind the marks; needs no
+    display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,5 +1,5 @@
-"""The windows that lose least within a budget, where the losses of KV heads add up: a multiple-choice knapsack, solved exactly but for the
-units that a large budget is counted in."""
+"""The windows that lose least within a budget, where the losses of KV heads add up: a multiple-choice knapsack, solved
+exactly but for the units that a large budget is counted in."""
 
 import math
 
@@ -15,8 +15,8 @@ MAX_UNITS = 1 << 16  # a budget is counted in at most this many; the cost of eac
 def allocate(geometry, windows, losses, n_sink, budget):
     """The Policy of least total loss that the Budget holds; of equals one that keeps less.
 
-    windows: candidates in tokens, ascending. losses: {layer: [n_head_kv][n_window]}, of all configurable layers, any unit; full loses nothing.
-    HwkvError if the shortest window does not fit.
+    windows: candidates in tokens, ascending. losses: {layer: [n_head_kv][n_window]}, of all configurable layers, any
+    unit; full loses nothing. HwkvError if the shortest window does not fit.
     """
     heads = [(layer, head) for layer in geometry.configurable for head in range(layer.n_head_kv)]
     options = [w for w in windows if w + n_sink < budget.n_ctx] or [windows[0]]

@@ -9,9 +9,9 @@ The rule is the runtime's own, so prediction and allocation agree to the byte:
     K of a layer = row_size(type_k, heads * head_dim_k) * cells * streams, V likewise
 
 One group is one cache: all heads of one window, over all layers. A window w is full
-if w + n_sink >= n_ctx_seq: no query is beyond it. Without FlashAttention V is stored transposed, and its rows are padded
-to the widest layer of the group. Only configurable layers are counted: the model's own
-sliding-window cache and recurrent state stay what they are.
+if w + n_sink >= n_ctx_seq: no query is beyond it. Without FlashAttention V is stored transposed, and its rows are
+padded to the widest layer of the group. Only configurable layers are counted: the model's own sliding-window cache and
+recurrent state stay what they are.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,8 @@ from ..errors import HwkvError
 
 CELL_PAD = 256
 MAX_SEQ = 256  # LLAMA_MAX_SEQ
-DRAFT_SLACK = 64  # LLAMA_HWKV_N_SLACK: positions per sequence beyond the window, where draft tokens could not be taken back without
+# LLAMA_HWKV_N_SLACK: positions per sequence beyond the window, where draft tokens could not be taken back without
+DRAFT_SLACK = 64
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 
 

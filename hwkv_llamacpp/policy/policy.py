@@ -188,7 +188,8 @@ class Policy:
         return sum(kept) / (n_tokens * len(kept)) if kept else 1.0
 
     def fingerprint(self, n_layer):
-        """16 hex digits. Equal for policies that treat a model of n_layer layers alike; the C++ runtime computes the same."""
+        """16 hex digits. Equal for policies that treat a model of n_layer layers alike; the C++ runtime computes the
+        same."""
         text = f"hwkv1 n_layer={n_layer} n_sink={self.n_sink}"
         for il, row in self.layers.items():
             if any(w is not None for w in row):

@@ -1,7 +1,7 @@
 """What rows say when they are held against each other: sections of comparable rows, medians, ratios, boundaries.
 
-Rows are compared only where machine, builds, model and settings are the same; each such set is a section of its own. A figure of a
-context is the median over repetitions; a ratio is the median over repetitions of the ratios within one.
+Rows are compared only where machine, builds, model and settings are the same; each such set is a section of its own. A
+figure of a context is the median over repetitions; a ratio is the median over repetitions of the ratios within one.
 """
 
 import html
@@ -76,7 +76,8 @@ class Table:
 
 @dataclass
 class Section:
-    """Rows that may stand in one ratio: same kind, machine, builds, model, settings and limit. view: which of their figures."""
+    """Rows that may stand in one ratio: same kind, machine, builds, model, settings and limit. view: which of their
+    figures."""
 
     rows: list
     view: str
@@ -163,8 +164,8 @@ class Section:
         return statistics.median(values) if values else None
 
     def ratio(self, arm, n_ctx, name):
-        """Median over repetitions of this arm's value as a share of the reference's in the same repetition; None without a pair. Figures of
-        different instruments have no ratio."""
+        """Median over repetitions of this arm's value as a share of the reference's in the same repetition; None
+        without a pair. Figures of different instruments have no ratio."""
         base = {row.round: row for row in self.ok(self.reference, n_ctx)} if self.reference else {}
         pairs = [(row, base[row.round]) for row in self.ok(arm, n_ctx) if row.round in base]
         ratios = [
@@ -358,7 +359,8 @@ class Pair:
 
 
 def ideal(base, pair):
-    """Gain at which the arm's predicted peak is that of the reference at its boundary; predictions between measured contexts are linear."""
+    """Gain at which the arm's predicted peak is that of the reference at its boundary; predictions between measured
+    contexts are linear."""
     target = next(
         (row.predicted_peak_bytes for row in base.rows if row.n_ctx == base.last_success and row.predicted_peak_bytes),
         None,
@@ -392,8 +394,9 @@ def ideal_kv(base, pair):
 
 
 def make_sections(rows):
-    """Sections in the order memory, throughput, capacity; rows of a run's preparation are left out. Of a case that was tried again, the
-    last row counts. Policies that were measured under one file name get their fingerprints into their arms' names."""
+    """Sections in the order memory, throughput, capacity; rows of a run's preparation are left out. Of a case that was
+    tried again, the last row counts. Policies that were measured under one file name get their fingerprints into their
+    arms' names."""
     sets = {}
     for row in {row.key: row for row in rows}.values():
         if row.step != "process":
@@ -443,7 +446,8 @@ def warnings(sections):
 
 
 def same_kv(row):
-    """True if the allocated KV bytes are the predicted ones: to the byte where the runtime told bytes, else to what its log shows."""
+    """True if the allocated KV bytes are the predicted ones: to the byte where the runtime told bytes, else to what its
+    log shows."""
     if row.kv_bytes is None or row.predicted_kv_bytes is None:
         return False
     return abs(row.kv_bytes - row.predicted_kv_bytes) <= (0 if row.kv_bytes_source == "props" else 0.006 * MIB)

@@ -1,4 +1,5 @@
-"""A loaded model and its contexts, through the low-level calls of libllama: what calibration and its measurements need."""
+"""A loaded model and its contexts, through the low-level calls of libllama: what calibration and its measurements
+need."""
 
 import ctypes
 import os
@@ -90,12 +91,14 @@ class Model:
         return tokens[:n]
 
     def context(self, policy, n_ctx, *, n_seq_max=1, n_batch=None):
-        """A Context for n_ctx positions of each of n_seq_max sequences, under a Policy, None for full KV, or "calibrate"."""
+        """A Context for n_ctx positions of each of n_seq_max sequences, under a Policy, None for full KV, or
+        "calibrate"."""
         return Context(self, policy, n_ctx, n_seq_max, n_batch)
 
 
 class Context:
-    """A llama_context with FlashAttention and a KV cache of its own for each sequence. Close it, or use it in a with statement."""
+    """A llama_context with FlashAttention and a KV cache of its own for each sequence. Close it, or use it in a with
+    statement."""
 
     def __init__(self, model, policy, n_ctx, n_seq_max, n_batch):
         llama_cpp = native.load()
@@ -142,7 +145,8 @@ class Context:
     __del__ = close
 
     def decode(self, tokens, first_pos, wanted):
-        """Decodes tokens of sequence 0 from position first_pos. Logits [sum(wanted), n_vocab] float32 where wanted [n_token] is true."""
+        """Decodes tokens of sequence 0 from position first_pos. Logits [sum(wanted), n_vocab] float32 where wanted
+        [n_token] is true."""
         llama_cpp = native.load()
         with (
             batch(tokens, np.arange(first_pos, first_pos + len(tokens)), np.zeros(len(tokens)), wanted) as b,

@@ -4,8 +4,8 @@
     >>> llm = Llama("model.gguf", policy="policy.json", n_ctx=32768)
     >>> llm.create_chat_completion([{"role": "user", "content": "Hello"}])
 
-Everything else is llama_cpp.Llama's own. What differs is what happens to a cache that no longer holds the past: stock code
-ignores some failed removals, because a full cache never refuses them; here the tokens are evaluated again.
+Everything else is llama_cpp.Llama's own. What differs is what happens to a cache that no longer holds the past: stock
+code ignores some failed removals, because a full cache never refuses them; here the tokens are evaluated again.
 """
 
 import difflib
@@ -32,10 +32,11 @@ KNOWN_ARGUMENTS = {
 class Llama(llama_cpp.Llama):
     """A llama_cpp.Llama whose KV cache follows a policy.
 
-    policy: "auto" (the default) for the policy in the GGUF, if there is one; "embedded" for that one and no other; the path of a
-    policy JSON or of a GGUF with an embedded policy; a Policy; None or "off" for full KV, whatever the GGUF carries.
-    The other arguments are llama_cpp.Llama's; unknown ones are a TypeError. Unlike there, flash_attn is True by default: a windowed
-    layer then allocates exactly its heads; without, V is padded to the widest layer of each window.
+    policy: "auto" (the default) for the policy in the GGUF, if there is one; "embedded" for that one and no other; the
+    path of a policy JSON or of a GGUF with an embedded policy; a Policy; None or "off" for full KV, whatever the GGUF
+    carries. The other arguments are llama_cpp.Llama's; unknown ones are a TypeError. Unlike there, flash_attn is True
+    by
+    default: a windowed layer then allocates exactly its heads; without, V is padded to the widest layer of each window.
     HwkvError where the policy cannot be read, is not there, or does not fit the model.
     """
 
@@ -62,7 +63,8 @@ class Llama(llama_cpp.Llama):
                 raise
 
     def hwkv_info(self):
-        """What the grouped KV cache holds, as a dict: fingerprint, bytes, groups of windows; {"active": False} for full KV."""
+        """What the grouped KV cache holds, as a dict: fingerprint, bytes, groups of windows; {"active": False} for full
+        KV."""
         if self._ctx.ctx is None:
             raise RuntimeError("this Llama is closed")
         return native.info(self.ctx)
@@ -70,8 +72,8 @@ class Llama(llama_cpp.Llama):
     def eval(self, tokens):
         """Evaluates tokens after the first `n_tokens` of what was evaluated before.
 
-        Those must still be there. Where a window, or a recurrent state, cannot go back that far, they are evaluated again: stock
-        llama_cpp ignores the refusal and would go on with a cache that holds the wrong past.
+        Those must still be there. Where a window, or a recurrent state, cannot go back that far, they are evaluated
+        again: stock llama_cpp ignores the refusal and would go on with a cache that holds the wrong past.
         """
         if self.n_tokens > 0 and not self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1):
             past = self.input_ids[: self.n_tokens].tolist()
@@ -90,8 +92,8 @@ class Llama(llama_cpp.Llama):
         self._clear()
 
     def load_state(self, state):
-        """Restores a saved state. RuntimeError where it does not fit, such as a state saved under another policy; the object then
-        holds nothing, and the next call evaluates its whole prompt."""
+        """Restores a saved state. RuntimeError where it does not fit, such as a state saved under another policy; the
+        object then holds nothing, and the next call evaluates its whole prompt."""
         try:
             super().load_state(state)
         except Exception:
@@ -112,7 +114,8 @@ class Llama(llama_cpp.Llama):
 
 
 def override_value(policy, model_path):
-    """The value of the kv override for a `policy` argument. A file is read and checked here, so its path may be of any length."""
+    """The value of the kv override for a `policy` argument. A file is read and checked here, so its path may be of any
+    length."""
     if policy is None:
         return "off"
     if isinstance(policy, str) and policy in ("auto", "off"):

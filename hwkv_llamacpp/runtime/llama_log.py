@@ -1,7 +1,8 @@
 """What llama.cpp logs while a block runs, and the reason for a failure in it.
 
-llama.cpp has one log callback for the whole process and calls it from any thread. So there is one of ours, which is never freed: it hands
-each text to the block that the thread is in, and to the callback that was set before where there is none.
+llama.cpp has one log callback for the whole process and calls it from any thread. So there is one of ours, which is
+never freed: it hands each text to the block that the thread is in, and to the callback that was set before where there
+is none.
 """
 
 import ctypes
@@ -12,14 +13,15 @@ from contextlib import contextmanager
 from . import native
 
 _local = threading.local()  # .collecting: a list, and whether its texts are logged as before, too
-# The callbacks that ours stands in for, and their arguments, by the argument that ours was set with: who sets another one may put
-# ours back later, and it then stands in for what it did before.
+# The callbacks that ours stands in for, and their arguments, by the argument that ours was set with: who sets another
+# one may put ours back later, and it then stands in for what it did before.
 _before = {}
 
 
 @contextmanager
 def texts(echo=False):
-    """A list that fills with what llama.cpp logs in this thread while the block runs. echo: it is logged as before, too."""
+    """A list that fills with what llama.cpp logs in this thread while the block runs. echo: it is logged as before,
+    too."""
     _install()
     outer, collected = getattr(_local, "collecting", None), []
     _local.collecting = collected, echo

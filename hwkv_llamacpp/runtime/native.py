@@ -1,8 +1,8 @@
 """Finds the native build, loads its libllama under llama_cpp, and wraps the C calls of llama-hwkv.h.
 
-The build in use is the folder that HWKV_BUILD names, else ``build/current``, which ./build.sh sets. Whatever else lies on the
-machine (a llama-cpp-python wheel with its own library, old files on LD_LIBRARY_PATH), the libraries that end up in the process
-are that build's, or loading fails with a sentence that names the wrong file.
+The build in use is the folder that HWKV_BUILD names, else ``build/current``, which ./build.sh sets. Whatever else lies
+on the machine (a llama-cpp-python wheel with its own library, old files on LD_LIBRARY_PATH), the libraries that end up
+in the process are that build's, or loading fails with a sentence that names the wrong file.
 """
 
 import ctypes
@@ -20,7 +20,8 @@ BUILD_COMMAND = f"run {ROOT / 'build.sh'}"
 
 
 def build_dir(upstream=False):
-    """Folder of the build in use, or of the unpatched build with the same flags. Raises HwkvError where it is not built."""
+    """Folder of the build in use, or of the unpatched build with the same flags. Raises HwkvError where it is not
+    built."""
     named = os.environ.get("HWKV_BUILD")
     folder = Path(named).expanduser().resolve() if named else (ROOT / "build" / "current").resolve()
     if named and folder.name == "bin":
@@ -132,7 +133,8 @@ def register(policy_json):
 
 
 def select(model, policy):
-    """Contexts that are created on the model (a llama_model pointer) from now on follow a Policy, None for full KV, or "calibrate"."""
+    """Contexts that are created on the model (a llama_model pointer) from now on follow a Policy, None for full KV, or
+    "calibrate"."""
     value = policy if isinstance(policy, str) else "off" if policy is None else register(policy.to_json())
     error = ctypes.create_string_buffer(1024)
     if lib().llama_hwkv_select(model, value.encode(), error, len(error)) != 0:
@@ -145,7 +147,8 @@ def active(ctx):
 
 
 def info(ctx):
-    """What the context's grouped cache holds, as a dict: bytes, groups with window, cells, layers; {"active": False} without."""
+    """What the context's grouped cache holds, as a dict: bytes, groups with window, cells, layers; {"active": False}
+    without."""
     return _json(lib().llama_hwkv_info, ctx)
 
 

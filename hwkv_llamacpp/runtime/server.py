@@ -66,13 +66,14 @@ class ServerOptions:
 
 
 class LlamaServer:
-    """One llama-server process on a free port of 127.0.0.1. Its log is kept at `log_path`; without one, in a temporary file that is
-    removed when a server that came up is stopped.
+    """One llama-server process on a free port of 127.0.0.1. Its log is kept at `log_path`; without one, in a temporary
+    file that is removed when a server that came up is stopped.
 
-    LLAMA_ARG_* variables of the caller are not passed on: a server is what its options say. Raises HwkvError, with the exit
-    cause, where the process does not come up, and TimeoutError where it neither answers nor ends.
+    LLAMA_ARG_* variables of the caller are not passed on: a server is what its options say. Raises HwkvError, with the
+    exit cause, where the process does not come up, and TimeoutError where it neither answers nor ends.
 
-    For measurements: `setup` is called in the new process before it becomes the server, `launched` with its process id right after.
+    For measurements: `setup` is called in the new process before it becomes the server, `launched` with its process id
+    right after.
     """
 
     def __init__(self, options, log_path=None, setup=None, launched=None):
@@ -233,7 +234,8 @@ class LlamaServer:
         return self.get("/props")
 
     def memory(self):
-        """Bytes resident now and at most so far, from /proc: {"rss_bytes", "rss_peak_bytes"}; None where there is no /proc."""
+        """Bytes resident now and at most so far, from /proc: {"rss_bytes", "rss_peak_bytes"}; None where there is no
+        /proc."""
         try:
             status = Path(f"/proc/{self.process.pid}/status").read_text()
         except OSError:

@@ -6,7 +6,8 @@ sequence is computed at once without any cache, and the only place that knows ab
     model = reference.load("model-f32.gguf")
     logits = model.logits(tokens, windows={3: (None, 64, 64, 16)}, n_sink=0, positions=[100, 101])
 
-`windows` maps a layer to one window per KV head, in tokens; None is a full head, and layers not named are full. In place
+`windows` maps a layer to one window per KV head, in tokens; None is a full head, and layers not named are full. In
+place
 of windows a layer may have a function of its q, k, v and scale that gives them: so `calibration.py` looks inside.
 """
 

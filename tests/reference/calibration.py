@@ -1,4 +1,5 @@
-"""SeqCalib from its definition: how near each KV head stays to full history, in float64, one masked softmax per window."""
+"""SeqCalib from its definition: how near each KV head stays to full history, in float64, one masked softmax per
+window."""
 
 import numpy as np
 
@@ -8,7 +9,8 @@ EPS = 1e-6
 
 
 def scores(q, k, v, scale, positions, candidates, n_sink=0):
-    """[n_query, n_head_kv, n_window]: cosines of the output under a window with the output of full history, mean over the GQA group.
+    """[n_query, n_head_kv, n_window]: cosines of the output under a window with the output of full history, mean over
+    the GQA group.
 
     q: [T, n_head, d_k]; k: [T, n_head_kv, d_k]; v: [T, n_head_kv, d_v]. positions: of the queries. candidates: windows.
     """
@@ -40,7 +42,8 @@ def shortest(row, candidates, tau):
 
 
 def layer_scores(model, sequences, positions, candidates, windows, n_sink=0):
-    """{layer: mean scores [n_head_kv, n_window]} of the configurable layers, over all sequences, each layer under `windows` below it."""
+    """{layer: mean scores [n_head_kv, n_window]} of the configurable layers, over all sequences, each layer under
+    `windows` below it."""
     seen = {layer: [] for layer in model.configurable}
 
     def looking(layer, row, at):

@@ -1,11 +1,13 @@
 """LeastKL: the windows with the least expected divergence within a budget.
 
-SeqCalib asks the same of every KV head, however little the model's predictions depend on it. Here each head's squared error under a window
-is weighted by the sensitivity that was measured for the head (sensitivity.py), and the budget is spent where it saves most (allocation.py):
-first with the errors seen under full history, then twice more with the errors seen under the policy so far, which plays the part of
-SeqCalib's deployed prefix. Every budget is met as nearly as the candidate windows allow.
+SeqCalib asks the same of every KV head, however little the model's predictions depend on it. Here each head's squared
+error under a window is weighted by the sensitivity that was measured for the head (sensitivity.py), and the budget is
+spent where it saves most (allocation.py): first with the errors seen under full history, then twice more with the
+errors seen under the policy so far, which plays the part of SeqCalib's deployed prefix. Every budget is met as nearly
+as the candidate windows allow.
 
-The sensitivities of each layer, and the errors under each policy, are files in the run folder; an interrupted calibration goes on from them.
+The sensitivities of each layer, and the errors under each policy, are files in the run folder; an interrupted
+calibration goes on from them.
 """
 
 import hashlib
@@ -83,8 +85,9 @@ class LeastKL(Method):
 
 
 def expected_losses(folder, geometry, n_sink):
-    """What the run in a folder measured with all else full: (candidate windows, {layer: expected divergence for each KV head under each of them
-    [n_head_kv, n_window]}). HwkvError if there is no such run, or not for this number of sinks."""
+    """What the run in a folder measured with all else full: (candidate windows, {layer: expected divergence for each KV
+    head under each of them [n_head_kv, n_window]}). HwkvError if there is no such run, or not for this number of
+    sinks."""
     layers, paths = geometry.configurable, _sensitivity_paths(folder, geometry.configurable, n_sink)
     path = _errors_path(folder, tuple((None,) * layer.n_head_kv for layer in layers), n_sink)
     for needed in (*paths, path):
@@ -157,8 +160,8 @@ class _Spending:
         return self.run.record(rows, n_sink, setting, lambda: (None, seconds), name=budget.name)
 
     def losses(self, rows, n_sink):
-        """({layer: expected divergence for each KV head under each candidate window [n_head_kv, n_window]}, seconds), the layers below under
-        these rows."""
+        """({layer: expected divergence for each KV head under each candidate window [n_head_kv, n_window]}, seconds),
+        the layers below under these rows."""
         weights, (errors, seconds) = self.weights(n_sink)[0], self.errors(rows, n_sink)
         return {layer.layer: weights[layer.layer][:, None] * errors[layer.layer] for layer in self.layers}, seconds
 
@@ -187,8 +190,8 @@ class _Spending:
         return {found.layer: found.weights for found, _ in held}, sum(seconds for _, seconds in held)
 
     def errors(self, rows, n_sink):
-        """({layer: mean squared error of each KV head's output under each candidate window [n_head_kv, n_window]}, seconds), the layers
-        below under these rows."""
+        """({layer: mean squared error of each KV head's output under each candidate window [n_head_kv, n_window]},
+        seconds), the layers below under these rows."""
         path = _errors_path(self.run.folder, rows, n_sink)
         if not path.exists():
             start = time.monotonic()

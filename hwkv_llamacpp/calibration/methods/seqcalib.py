@@ -1,12 +1,15 @@
-"""SeqCalib: the windows of each layer are chosen with the lower layers already under theirs (HeadWiseKV, arXiv 2609.02029).
+"""SeqCalib: the windows of each layer are chosen with the lower layers already under theirs (HeadWiseKV, arXiv
+2609.02029).
 
-For each threshold tau the configurable layers are taken in execution order. The trace runs through the real runtime up to the layer's
-attention, the layers below under the windows chosen for them; every candidate window is replayed on the captured queries; each KV head
-gets the shortest window whose mean score is at least tau; and the same run goes on under this row. Thresholds that chose the same rows
+For each threshold tau the configurable layers are taken in execution order. The trace runs through the real runtime up
+to the layer's attention, the layers below under the windows chosen for them; every candidate window is replayed on the
+captured queries; each KV head gets the shortest window whose mean score is at least tau; and the same run goes on under
+this row. Thresholds that chose the same rows
 so far share the work: together they form a tree, walked depth first.
 
-Each layer that was scored, and whose replay was found to be what the runtime attends, is a file in the run folder. A calibration that was
-interrupted reads what is there and goes on; the rows follow from the files alone, so the result is that of an undisturbed run.
+Each layer that was scored, and whose replay was found to be what the runtime attends, is a file in the run folder. A
+calibration that was interrupted reads what is there and goes on; the rows follow from the files alone, so the result is
+that of an undisturbed run.
 """
 
 import hashlib
@@ -139,7 +142,8 @@ class _Tree:
             self.walker.forget(rows)
 
     def _scores(self, rows):
-        """(LayerScores of the layer above these rows, its replayed outputs, a call that saves the scores; None twice where they are on disk)."""
+        """(LayerScores of the layer above these rows, its replayed outputs, a call that saves the scores; None twice
+        where they are on disk)."""
         layer = self.layers[len(rows)]
         path = self.run.path(file_name(self.layers, self.n_sink, rows))
         if path.exists():
@@ -202,7 +206,8 @@ class _Walker:
         self.at = None  # rows below the layer that the last run ended at
         self.kept = {}  # rows -> number of the saved state
         self.computed = {}  # depth -> rows under which the K and V in the cache of that layer were computed
-        self.expected = {}  # rows -> replayed output of the last of them, and what to call when the runtime's is the same
+        # rows -> replayed output of the last of them, and what to call when the runtime's is the same
+        self.expected = {}
 
     def go(self, rows):
         """To the attention of the layer above these rows."""
@@ -245,7 +250,8 @@ class _Walker:
         self.layerwise.drop(self.kept.pop(rows))
 
     def expect(self, rows, output, agreed):
-        """What the attention of the last of these rows gives, by the replay; agreed() is called when the runtime's is the same."""
+        """What the attention of the last of these rows gives, by the replay; agreed() is called when the runtime's is
+        the same."""
         self.expected[rows] = output, agreed
 
     def _run(self, start, end, rows):
