@@ -14,7 +14,7 @@ from pathlib import Path
 from ..errors import HwkvError
 from ..gguf.file import GGUFFile, open_first_shard
 from ..gguf.geometry import ARCHITECTURES, PARALLEL, ModelGeometry
-from ..policy.footprint import Footprint, pad, predict, row_bytes
+from ..policy.footprint import Footprint, predict
 from ..runtime import native
 from . import dry_run
 
@@ -115,7 +115,7 @@ class Planner:
             type_v=context.type_v,
             flash_attn=context.flash_attn != "off",
         )
-        sliding = sliding_bytes(self.geometry, context, footprint)
+        sliding = footprint.own_windows_bytes
         if self.dry:
             return self._exact(context, footprint, sliding, process_bytes, on_gpu)
         parts = {
@@ -255,22 +255,6 @@ class Header:
         else:
             return None
         return n_layers * values * 4 * n_parallel
-
-
-def sliding_bytes(geometry, context, footprint):
-    """KV bytes of the model's own sliding-window layers, as llama_kv_cache_iswa sizes them."""
-    sharing, streams = (context.n_parallel, 1) if context.kv_unified else (1, context.n_parallel)
-    cells = pad(min(footprint.n_ctx_seq, geometry.n_swa * sharing + footprint.n_ubatch))
-    return sum(
-        cells
-        * streams
-        * (
-            row_bytes(context.type_k, layer.n_head_kv * layer.head_dim_k)
-            + row_bytes(context.type_v, layer.n_head_kv * layer.head_dim_v)
-        )
-        for layer in geometry.layers
-        if layer.kind == "swa"
-    )
 
 
 def is_built():
