@@ -238,9 +238,11 @@ def _write_with_policy(source, added, out, bar):
     header += added
     header.append(source.raw(source.kv_end, source.infos_end))
     n_bytes = sum(map(len, header))
-    if source.has_data or source.size == source.data_start:
-        header.append(bytes(-n_bytes % source.alignment))
     out.writelines(header)
+    if source.has_data or source.size == source.data_start:
+        # up to 2 GiB, which llama.cpp takes: a hole in the file, neither in memory nor on the disk
+        out.truncate(n_bytes + -n_bytes % source.alignment)
+        out.seek(0, os.SEEK_END)
     bar.update(min(source.size, source.data_start))
     if source.has_data:
         _copy_bytes(source, source.data_start, source.size, out, bar)
