@@ -214,7 +214,8 @@ def make_environment():
     made = subprocess.run([sys.executable, "-m", "venv", str(VENV)], capture_output=True)
     if made.returncode != 0:
         raise BuildError(
-            f"{sys.executable} cannot make a virtual environment: install its venv module (Debian: apt install python3-venv)."
+            f"{sys.executable} cannot make a virtual environment: install its venv module"
+            " (Debian: apt install python3-venv)."
         )
 
 
@@ -388,7 +389,11 @@ def patched(patch, read):
         home.mkdir()
         environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
         environment |= {"HOME": str(home), "XDG_CONFIG_HOME": str(home), "LC_ALL": "C"}
-        environment |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_ATTR_NOSYSTEM": "1", "GIT_CEILING_DIRECTORIES": str(tree.parent)}
+        environment |= {
+            "GIT_CONFIG_NOSYSTEM": "1",
+            "GIT_ATTR_NOSYSTEM": "1",
+            "GIT_CEILING_DIRECTORIES": str(tree.parent),
+        }
 
         def git_apply(*options):
             command = ["git", "apply", *options, str(patch.resolve())]
@@ -397,7 +402,9 @@ def patched(patch, read):
             except FileNotFoundError:
                 raise BuildError("git is missing (Debian: apt install git)") from None
             if done.returncode != 0:
-                errors = [line.removeprefix("error: ") for line in done.stderr.splitlines() if line.startswith("error: ")]
+                errors = [
+                    line.removeprefix("error: ") for line in done.stderr.splitlines() if line.startswith("error: ")
+                ]
                 raise BuildError("; ".join(errors[:2]) or f"git apply ended with {done.returncode}")
             return done.stdout
 

@@ -78,7 +78,7 @@ def test_patch_conflict_names_file_and_line(apply_to):
 
     assert refused(OLD.replace(b"line 22", b"line 99")) == "patch failed: x.txt:20; x.txt: patch does not apply"
     assert refused(None) == "x.txt: No such file or directory"
-    assert refused(OLD, b"no patch") == "No valid patches in input (allow with \"--allow-empty\")"
+    assert refused(OLD, b"no patch") == 'No valid patches in input (allow with "--allow-empty")'
     deletion = b"--- a/x.txt\n+++ /dev/null\n@@ -1,30 +0,0 @@\n" + b"".join(b"-" + x for x in OLD.splitlines(True))
     assert refused(OLD, deletion) == "it removes x.txt, which is not supported"
 
@@ -274,7 +274,9 @@ def test_a_patch_that_does_not_apply_changes_nothing(sources):
     build.hwkv_source(pristine, tree)
     age(tree)
     build.PATCH.write_bytes(DIFF.replace(b"x.txt", b"src/a.cpp").replace(b"line 21", b"line 99"))
-    with pytest.raises(build.BuildError, match=r"0001-hwkv.patch does not apply to .*patch failed: src/a.cpp:20; .*\.$"):
+    with pytest.raises(
+        build.BuildError, match=r"0001-hwkv.patch does not apply to .*patch failed: src/a.cpp:20; .*\.$"
+    ):
         build.hwkv_source(pristine, tree)
     assert rewritten(tree) == set()
 

@@ -1,4 +1,4 @@
-"""Files that are damaged or hostile: one verdict in every command, short sentences, and nothing that a terminal obeys."""
+"""Damaged and hostile files: one verdict in every command, short sentences, and nothing that a terminal obeys."""
 
 import json
 import resource

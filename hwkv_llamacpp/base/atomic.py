@@ -65,6 +65,8 @@ def replacing_together(overwrite=False):
             for folder in {member.path.parent for member in members}:
                 _sync_folder(folder)
         except OSError as error:
+            if not members:
+                raise
             named = [x for x in members if str(error.filename) in (str(x.path), str(x.partial))]
             raise _write_error((named or members)[-1].path, error) from None
         finally:

@@ -175,7 +175,9 @@ class GGUFFile:
             last = max(self.tensors, key=lambda info: info.offset + info.n_bytes)
             need = self.data_start + last.offset + last.n_bytes
             if need > MAX_FILE_BYTES:
-                raise HwkvError(f"{self.path}: tensor '{clip(last.name)}' ends at byte {need:,}, which no file can hold")
+                raise HwkvError(
+                    f"{self.path}: tensor '{clip(last.name)}' ends at byte {need:,}, which no file can hold"
+                )
             if self.has_data and need > self.size:
                 raise self._truncated(f"its tensors need {need:,} bytes")
 
@@ -260,7 +262,9 @@ class GGUFFile:
         try:
             return GGUFValueType(code)
         except ValueError:
-            raise HwkvError(f"{self.path}: key '{clip(key)}' has value type {code}, which GGUF does not define") from None
+            raise HwkvError(
+                f"{self.path}: key '{clip(key)}' has value type {code}, which GGUF does not define"
+            ) from None
 
     def _truncated(self, what):
         return HwkvError(f"{self.path}: truncated: {what}, the file has {self.size:,} bytes")
