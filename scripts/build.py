@@ -19,14 +19,13 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 from pathlib import Path
-
-sys.dont_write_bytecode = True
-from apply_patch import PatchError, apply  # noqa: E402  (beside this file)
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 VENV = ROOT / ".venv"
+STAMP = "hwkv-stamp"
 NATIVE = ROOT / "native"
 PATCH = NATIVE / "patches" / "0001-hwkv.patch"
 
@@ -170,19 +169,13 @@ def digest(*parts):
 def prepare_environment():
     """.venv with the package, the stock bindings and the build tools. Does nothing when its stamp is current."""
     pins = upstream_pins()
-    stamp = VENV / "hwkv-stamp"
+    stamp = VENV / STAMP
     # the path is part of it: scripts and the editable install hold absolute paths
     wanted = digest(ROOT / "pyproject.toml", NATIVE / "UPSTREAM", str(ROOT), sys.version)
     if stamp.exists() and stamp.read_text() == wanted and find_tool("cmake") and find_tool("ninja"):
         return
     say("preparing .venv")
-    if not environment_works():
-        made = subprocess.run([sys.executable, "-m", "venv", "--clear", str(VENV)], capture_output=True)
-        if made.returncode != 0:
-            raise BuildError(
-                f"{sys.executable} cannot make a virtual environment: install its venv module (Debian: apt install python3-venv)."
-            )
-    stamp.unlink(missing_ok=True)
+    make_environment()
     tools = ["setuptools>=64", "wheel", "scikit-build-core>=0.9.2"]
     tools += [name for name in ("cmake", "ninja") if not find_tool(name)]
     pip("install", *tools, goal="install the build tools")
@@ -199,6 +192,31 @@ def prepare_environment():
         CMAKE_ARGS="-DLLAMA_BUILD=OFF",
     )
     stamp.write_text(wanted)
+
+
+def make_environment():
+    """A .venv that works, without packages if it is new. Its stamp, which says what is installed, also says that this
+    project made it: whatever else has its place is never emptied, nor is anything installed there."""
+    stamp = VENV / STAMP
+    if VENV.is_symlink() or VENV.exists() and not stamp.exists() and any(VENV.iterdir()):
+        what = f"a link to {os.path.realpath(VENV)}" if VENV.is_symlink() else "an environment"
+        raise BuildError(f"{VENV} is {what} that ./build.sh did not make and leaves alone: move it away and run again.")
+    works = environment_works()
+    VENV.mkdir(exist_ok=True)
+    stamp.write_text("unfinished")
+    if works:
+        return
+    for path in VENV.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path != stamp:
+            path.unlink()
+    made = subprocess.run([sys.executable, "-m", "venv", str(VENV)], capture_output=True)
+    if made.returncode != 0:
+        raise BuildError(
+            f"{sys.executable} cannot make a virtual environment: install its venv module"
+            " (Debian: apt install python3-venv)."
+        )
 
 
 def environment_works():
@@ -343,8 +361,8 @@ def hwkv_source(pristine, tree):
             return (pristine / path).read_bytes() if (pristine / path).exists() else None
 
         try:
-            overlay.update(apply(PATCH.read_bytes(), read))
-        except PatchError as error:
+            overlay.update(patched(PATCH, read))
+        except BuildError as error:
             raise BuildError(f"{PATCH.relative_to(ROOT)} does not apply to {pristine}: {error}.") from None
 
     wanted = set(files_below(pristine)) | set(overlay)
@@ -357,6 +375,48 @@ def hwkv_source(pristine, tree):
                 write(target, overlay[path])
         elif not target.exists() or not filecmp.cmp(pristine / path, target, shallow=False):
             write(target, (pristine / path).read_bytes(), (pristine / path).stat().st_mode)
+
+
+def patched(patch, read):
+    """{path: new content} of the files that a patch changes or adds. `read(path)` gives a file's old content, or None.
+
+    `git apply` works on copies in a temporary folder, where it finds neither a repository around it, below whose root
+    it would skip paths in silence, nor anybody's settings for line ends and white space.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        tree, home = Path(temporary).resolve() / "tree", Path(temporary).resolve() / "home"
+        tree.mkdir()
+        home.mkdir()
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+        environment |= {"HOME": str(home), "XDG_CONFIG_HOME": str(home), "LC_ALL": "C"}
+        environment |= {
+            "GIT_CONFIG_NOSYSTEM": "1",
+            "GIT_ATTR_NOSYSTEM": "1",
+            "GIT_CEILING_DIRECTORIES": str(tree.parent),
+        }
+
+        def git_apply(*options):
+            command = ["git", "apply", *options, str(patch.resolve())]
+            try:
+                done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+            except FileNotFoundError:
+                raise BuildError("git is missing (Debian: apt install git)") from None
+            if done.returncode != 0:
+                errors = [
+                    line.removeprefix("error: ") for line in done.stderr.splitlines() if line.startswith("error: ")
+                ]
+                raise BuildError("; ".join(errors[:2]) or f"git apply ended with {done.returncode}")
+            return done.stdout
+
+        paths = [line.split("\t", 2)[2] for line in git_apply("--numstat", "-z").split("\0")[:-1]]
+        for path in paths:
+            if (old := read(path)) is not None:
+                (tree / path).parent.mkdir(parents=True, exist_ok=True)
+                (tree / path).write_bytes(old)
+        git_apply()
+        if gone := [path for path in paths if not (tree / path).exists()]:
+            raise BuildError(f"it removes {gone[0]}, which is not supported")
+        return {path: (tree / path).read_bytes() for path in paths}
 
 
 def write(path, data, mode=None):

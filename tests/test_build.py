@@ -7,6 +7,8 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,6 @@ from hwkv_llamacpp.runtime import native
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
-apply_patch = importlib.import_module("apply_patch")
 build = importlib.import_module("build")
 
 OLD = b"".join(b"line %d\n" % i for i in range(1, 31))
@@ -48,50 +49,172 @@ new file mode 100644
 NEW = OLD.replace(b"line 5\n", b"line five\nline five and a half\n").replace(b"line 21\n", b"")
 
 
-def apply_to(text):
-    return apply_patch.apply(DIFF, {"x.txt": text}.get)
+@pytest.fixture
+def apply_to(tmp_path):
+    """apply_to(text of x.txt, or None without one) -> {path: new content}"""
+
+    def run(text, diff=DIFF):
+        path = tmp_path / "test.patch"
+        path.write_bytes(diff)
+        return build.patched(path, {"x.txt": text}.get)
+
+    return run
 
 
-def test_patch_changes_and_adds_files():
+def test_patch_changes_and_adds_files(apply_to):
     assert apply_to(OLD) == {"x.txt": NEW, "sub/new.txt": b"first\nsecond"}
 
 
-def test_patch_finds_hunks_that_moved():
+def test_patch_finds_hunks_that_moved(apply_to):
     assert apply_to(b"more\n" * 7 + OLD)["x.txt"] == b"more\n" * 7 + NEW
     assert apply_to(OLD[len(b"line 1\n") :])["x.txt"] == NEW[len(b"line 1\n") :]
 
 
-def test_patch_conflict_names_file_and_hunk():
-    with pytest.raises(
-        apply_patch.PatchError, match=r"^x\.txt, hunk 2 \(@@ -20,3 \+21,2 @@\) finds no matching lines$"
-    ):
-        apply_to(OLD.replace(b"line 22", b"line 99"))
-    with pytest.raises(apply_patch.PatchError, match="x.txt does not exist, which hunk 1 "):
-        apply_patch.apply(DIFF, lambda path: None)
+def test_patch_conflict_names_file_and_line(apply_to):
+    def refused(*arguments):
+        with pytest.raises(build.BuildError) as caught:
+            apply_to(*arguments)
+        return str(caught.value)
+
+    assert refused(OLD.replace(b"line 22", b"line 99")) == "patch failed: x.txt:20; x.txt: patch does not apply"
+    assert refused(None) == "x.txt: No such file or directory"
+    assert refused(OLD, b"no patch") == 'No valid patches in input (allow with "--allow-empty")'
+    deletion = b"--- a/x.txt\n+++ /dev/null\n@@ -1,30 +0,0 @@\n" + b"".join(b"-" + x for x in OLD.splitlines(True))
+    assert refused(OLD, deletion) == "it removes x.txt, which is not supported"
 
 
-def test_our_patch_does_what_git_apply_does(tmp_path):
+def test_patch_whatever_is_around(apply_to, tmp_path, monkeypatch):
+    """Below another repository, whose own settings, and the user's, would change line ends and white space."""
+    outer, home = tmp_path / "outer", tmp_path / "home"
+    (outer / "tmp").mkdir(parents=True)
+    home.mkdir()
+    subprocess.run(["git", "init", "-q", outer], check=True)
+    (outer / ".gitattributes").write_text("* text eol=crlf\n")
+    for folder in (home, outer / ".git"):
+        name = ".gitconfig" if folder == home else "config"
+        with open(folder / name, "a") as file:
+            file.write(
+                "[core]\n autocrlf = true\n eol = crlf\n whitespace = trailing-space\n[apply]\n whitespace = fix\n"
+            )
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr(tempfile, "tempdir", str(outer / "tmp"))
+    diff = DIFF.replace(b"+line five\n", b"+line five  \n")
+    new = NEW.replace(b"line five\n", b"line five  \n")
+    expected = {"x.txt": new, "sub/new.txt": b"first\nsecond"}
+    assert apply_to(OLD, diff) == expected
+    monkeypatch.setenv("GIT_DIR", str(outer / ".git"))
+    monkeypatch.setenv("GIT_WORK_TREE", str(outer))
+    assert apply_to(OLD, diff) == expected
+    (tmp_path / "link").symlink_to(outer / "tmp")  # a folder that has another name
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "link"))
+    assert apply_to(OLD, diff) == expected
+    assert list((outer / "tmp").iterdir()) == []
+
+
+def test_patch_without_git(apply_to, monkeypatch):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(build.BuildError, match="^git is missing"):
+        apply_to(OLD)
+
+
+def test_our_patch_adds_every_line(tmp_path):
+    """Lines of the result against those of the patch, file by file."""
     pristine = ROOT / "build" / "upstream" / "src"
-    if not build.PATCH.exists() or not pristine.exists() or not shutil.which("git"):
-        pytest.skip("needs the patch, the unpacked source (./build.sh) and git")
-    patch = build.PATCH.read_bytes()
+    if not build.PATCH.exists() or not pristine.exists():
+        pytest.skip("needs the patch and the unpacked source (./build.sh)")
 
     def read(path):
         return (pristine / path).read_bytes() if (pristine / path).exists() else None
 
-    ours = apply_patch.apply(patch, read)
-    for path in ours:
-        if read(path) is not None:
-            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / path).write_bytes(read(path))
-    subprocess.run(
-        ["git", "apply", "-"],
-        input=patch,
-        cwd=tmp_path,
-        env=dict(os.environ, GIT_CEILING_DIRECTORIES=str(tmp_path.parent)),
-        check=True,
-    )
-    assert ours == {path: (tmp_path / path).read_bytes() for path in ours}
+    ours = build.patched(build.PATCH, read)
+    assert set(ours) == set(re.findall(r"^\+\+\+ b/(.+)$", build.PATCH.read_text(), re.MULTILINE))
+    for path, new in ours.items():
+        part = build.PATCH.read_text().split(f"+++ b/{path}\n")[1].split("\ndiff --git ")[0].splitlines()
+        added = [line[1:] for line in part if line.startswith("+")]
+        removed = [line[1:] for line in part if line.startswith("-")]
+        old, new = (Counter(text.decode().splitlines()) for text in (read(path) or b"", new))
+        assert new == old + Counter(added) - Counter(removed)
+
+
+# the environment
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "ROOT", tmp_path / "checkout")
+    monkeypatch.setattr(build, "VENV", tmp_path / "checkout" / ".venv")
+    (tmp_path / "checkout").mkdir()
+    return tmp_path / "checkout"
+
+
+def real_environment(path):
+    """An environment of somebody else, with a package in it."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", path], check=True)
+    (path / "lib" / "precious.py").write_text("mine\n")
+
+
+def files(folder):
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("linked", [False, True])
+def test_an_environment_of_somebody_else_is_left_alone(checkout, tmp_path, linked, broken):
+    """Whether it works or not: the old way emptied one whose Python had gone."""
+    theirs = tmp_path / "theirs" if linked else build.VENV
+    real_environment(theirs)
+    if linked:
+        build.VENV.symlink_to(theirs)
+    if broken:
+        (theirs / "bin" / "python").unlink()
+    before = files(theirs)
+    what = f"a link to {theirs}" if linked else "an environment"
+    for call in (build.make_environment, lambda: subprocess_build(checkout)):
+        with pytest.raises(build.BuildError) as caught:
+            call()
+        assert str(caught.value) == (
+            f"{build.VENV} is {what} that ./build.sh did not make and leaves alone: move it away and run again."
+        )
+        assert files(theirs) == before and build.VENV.is_symlink() == linked
+
+
+def subprocess_build(checkout):
+    """./build.sh env of a checkout, as BuildError."""
+    for name in ("build.sh", "scripts/build.py", "native/UPSTREAM", "pyproject.toml"):
+        (checkout / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, checkout / name)
+    done = subprocess.run([checkout / "build.sh", "env"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    raise build.BuildError(done.stderr.removeprefix("error: ").removesuffix("\n"))
+
+
+def test_a_link_to_an_environment_of_another_checkout(checkout, tmp_path):
+    """Its stamp says that this project made it, but not for this checkout."""
+    real_environment(tmp_path / "other")
+    (tmp_path / "other" / build.STAMP).write_text("0123456789abcdef")
+    build.VENV.symlink_to(tmp_path / "other")
+    before = files(tmp_path / "other")
+    with pytest.raises(build.BuildError, match="is a link to .*/other that ./build.sh did not make"):
+        build.make_environment()
+    assert files(tmp_path / "other") == before
+
+
+def test_our_own_environment_is_made_and_made_again(checkout):
+    build.make_environment()
+    assert build.environment_works() and (build.VENV / build.STAMP).exists()
+    (build.VENV / "bin" / "hwkv").write_text(f"#!{build.VENV}/bin/python\n")
+    kept = build.VENV / "lib" / "kept.py"
+    kept.write_text("")
+    build.make_environment()  # it works: nothing is lost
+    assert kept.exists()
+    for path in (build.VENV / "bin").glob("python*"):
+        path.unlink()
+    build.make_environment()
+    assert build.environment_works() and not kept.exists()
+    assert (build.VENV / build.STAMP).read_text() == "unfinished"
+    (build.VENV / "bin" / "hwkv").write_text("#!/somewhere/else/.venv/bin/python\n")  # the checkout was moved
+    build.make_environment()
+    assert build.environment_works() and not (build.VENV / "bin" / "hwkv").exists()
 
 
 @pytest.fixture
@@ -151,7 +274,9 @@ def test_a_patch_that_does_not_apply_changes_nothing(sources):
     build.hwkv_source(pristine, tree)
     age(tree)
     build.PATCH.write_bytes(DIFF.replace(b"x.txt", b"src/a.cpp").replace(b"line 21", b"line 99"))
-    with pytest.raises(build.BuildError, match=r"0001-hwkv.patch does not apply to .*src/a.cpp, hunk 2 .*\.$"):
+    with pytest.raises(
+        build.BuildError, match=r"0001-hwkv.patch does not apply to .*patch failed: src/a.cpp:20; .*\.$"
+    ):
         build.hwkv_source(pristine, tree)
     assert rewritten(tree) == set()
 

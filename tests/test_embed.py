@@ -1,5 +1,6 @@
 """Embedding a policy into a GGUF: what must stay the same, and what must never happen to anybody's files."""
 
+import errno
 import hashlib
 import os
 import re
@@ -18,7 +19,6 @@ from gguf import GGUFReader, GGUFValueType
 
 import hwkv_llamacpp.gguf.embed as embed_module
 from hwkv_llamacpp import HwkvError, ModelGeometry, Policy
-from hwkv_llamacpp.base import atomic
 from hwkv_llamacpp.baselines.uniform import uniform
 from hwkv_llamacpp.gguf.embed import embed, read_policy
 from hwkv_llamacpp.gguf.file import GGUFFile
@@ -352,21 +352,112 @@ def test_split_model_with_a_shard_missing_or_wrong(tmp_path):
     assert contents(tmp_path) == before
 
 
-def test_split_model_interrupted_between_renames(tmp_path, monkeypatch):
+class Interrupts:
+    """Raises before or after the n-th call of a function of `os` that changes names."""
+
+    NAMES = ("link", "replace", "rename", "unlink")
+
+    def __init__(self, monkeypatch, n=None, after=False, error=KeyboardInterrupt):
+        self.calls, self.n, self.after, self.error = 0, n, after, error
+        for name in self.NAMES:
+            monkeypatch.setattr(os, name, self.wrapped(getattr(os, name)))
+
+    def wrapped(self, function):
+        def call(*arguments, **options):
+            self.calls += 1
+            hit = self.calls == self.n
+            if hit and not self.after:
+                raise self.error
+            try:
+                return function(*arguments, **options)
+            finally:
+                if hit:
+                    raise self.error
+
+        return call
+
+
+def no_links(*arguments, **options):
+    raise OSError(errno.EPERM, "Operation not permitted")
+
+
+@pytest.mark.parametrize("can_link", [True, False], ids=["links", "no links"])
+@pytest.mark.parametrize("old", ["all", "none", "some"])
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_split_model_interrupted_at_any_rename(tmp_path, monkeypatch, old, after, can_link):
+    """All shards are as they were, or all are new: at every call that changes a name, and nothing else is left."""
+    shards, newer = make_split(tmp_path), Policy({1: [32, 32]})
+    names = [f"new-{i + 1:05d}-of-00003.gguf" for i in range(3)]
+    whole = {path.name: path.read_bytes() for path in embed(shards[0], newer, tmp_path / "new")}
+    for name in names:
+        (tmp_path / name).unlink()
+    for i, name in enumerate(names):
+        if old == "all" or old == "some" and i == 1:
+            (tmp_path / name).write_bytes(b"old %d" % i)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    outcomes = set()
+    for n in range(1, 100):
+        with monkeypatch.context() as patch:
+            if not can_link:
+                patch.setattr(os, "link", no_links)
+            interrupts = Interrupts(patch, n, after)
+            if done := _tries(shards[0], newer, tmp_path / "new"):
+                assert interrupts.calls < n
+        now = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        assert now in (before, before | whole), n
+        if done:
+            break
+        outcomes.add(now == before)
+        for name in names:
+            (tmp_path / name).unlink(missing_ok=True)
+            if name in before:
+                (tmp_path / name).write_bytes(before[name])
+    assert done and now == before | whole and True in outcomes
+    assert n > (6 if old == "all" else 3)
+
+
+def _tries(*arguments):
+    """True if it was not interrupted."""
+    try:
+        embed(*arguments, force=True)
+    except KeyboardInterrupt:
+        return False
+    return True
+
+
+def test_split_model_whose_last_shard_cannot_take_its_name(tmp_path, monkeypatch):
+    """As after an interrupt, and in one sentence."""
     shards = make_split(tmp_path)
-    before = contents(tmp_path)
-    take_name, calls = atomic._take_name, []
+    embed(shards[0], Policy(ROWS), tmp_path / "new")
+    before, replace = contents(tmp_path), os.replace
+
+    def refusing(source, target):
+        if str(target).endswith("new-00003-of-00003.gguf"):
+            raise OSError(errno.EIO, "Input/output error", str(source), None, str(target))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", refusing)
+    message = refused(embed, shards[0], Policy({1: [32, 32]}), tmp_path / "new", force=True)
+    assert message == f"{tmp_path}/new-00003-of-00003.gguf: cannot write: Input/output error"
+    assert contents(tmp_path) == before
+
+
+def test_split_model_interrupted_twice(tmp_path, monkeypatch):
+    """The second Ctrl-C, while the first is being undone."""
+    shards = make_split(tmp_path)
+    embed(shards[0], Policy(ROWS), tmp_path / "new")
+    before, replace, calls = contents(tmp_path), os.replace, []
 
     def interrupted(*arguments):
         calls.append(arguments)
-        if len(calls) == 2:
+        if len(calls) in (3, 4, 6):
             raise KeyboardInterrupt
-        take_name(*arguments)
+        replace(*arguments)
 
-    monkeypatch.setattr(atomic, "_take_name", interrupted)
+    monkeypatch.setattr(os, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        embed(shards[0], Policy(ROWS), tmp_path / "new")
-    assert contents(tmp_path) == before
+        embed(shards[0], Policy({1: [32, 32]}), tmp_path / "new", force=True)
+    assert len(calls) > 6 and contents(tmp_path) == before
 
 
 # what is refused

@@ -1,5 +1,8 @@
 """Predicted KV bytes: by hand, and against what the runtime allocates."""
 
+import itertools
+import re
+
 import pytest
 
 from hwkv_llamacpp import HwkvError, ModelGeometry, Policy
@@ -266,6 +269,94 @@ def test_the_runtime_allocates_what_is_predicted(name, policy, request, native):
         llama_cpp.llama_model_free(model)
 
 
+# a sliding-window model and a dense one: windows that are rings at every context, and one that is full at the shortest
+GRID_POLICIES = {"gemma3": Policy({5: [100], 11: [700]}), "smollm2": Policy({0: [64, None, 100], 7: [700, 700, 16]})}
+
+
+@pytest.mark.parametrize("windowed", [True, False], ids=["policy", "full KV"])
+@pytest.mark.parametrize("name", GRID_POLICIES)
+def test_every_cache_of_the_grid_is_predicted(name, windowed, request, native):
+    """Cells and bytes of every cache, the model's own sliding windows included, over contexts, slots, micro-batches and
+    types."""
+    import llama_cpp
+
+    path, policy = request.getfixturevalue(name), GRID_POLICIES[name] if windowed else None
+    geometry = ModelGeometry.from_gguf(path)
+    assert (geometry.n_swa > 0) == (name == "gemma3")
+    model = load_model(native, path, policy or Policy(), no_alloc=True)
+    n_contexts = 0
+    try:
+        for n_ctx, n_seq_max, unified, n_ubatch, cache_type in itertools.product(
+            (1000, 1024, 3900), (1, 2, 3, 4, 9), (False, True), (64, 512), ("f16", "q8_0")
+        ):
+            options = {"n_ubatch": n_ubatch, "n_seq_max": n_seq_max, "unified": unified}
+            options |= {"type_k": cache_type, "type_v": cache_type}
+            caches, info = made_caches(native, llama_cpp, model, n_ctx, **options)
+            footprint = predict(geometry, policy, n_ctx, **options)
+            assert caches == predicted_caches(footprint), (n_ctx, options)
+            assert info["active"] == footprint.active == windowed, (n_ctx, options)
+            if windowed:
+                assert info["kv_bytes"] == footprint.kv_bytes, (n_ctx, options)
+            n_contexts += 1
+    finally:
+        llama_cpp.llama_model_free(model)
+    assert n_contexts == 120
+
+
+def test_every_sliding_window_architecture_is_predicted(random_models, native):
+    """Also without FlashAttention, where rows of V are padded to the widest layer."""
+    import llama_cpp
+
+    tried = set()
+    for path in random_models:
+        geometry = ModelGeometry.from_gguf(path)
+        if geometry.refusal or not any(layer.kind == "swa" for layer in geometry.layers):
+            continue
+        last = geometry.configurable[-1]
+        policy = Policy({last.layer: [20] * last.n_head_kv})
+        model = load_model(native, path, policy, no_alloc=True)
+        try:
+            for arm in (policy, None):
+                native.select(model, arm)
+                for n_seq_max, unified, flash_attn in itertools.product((1, 3), (False, True), (False, True)):
+                    options = {"n_ubatch": 64, "n_seq_max": n_seq_max, "unified": unified, "flash_attn": flash_attn}
+                    caches, info = made_caches(native, llama_cpp, model, 2048, **options)
+                    footprint = predict(geometry, arm, 2048, **options)
+                    assert caches == predicted_caches(footprint), (path.name, arm, options)
+                    assert info["active"] == (arm is not None)
+        finally:
+            llama_cpp.llama_model_free(model)
+        tried.add(geometry.architecture)
+    assert len(tried) >= 10
+
+
+def made_caches(native, llama_cpp, model, n_ctx, **options):
+    """(every cache of a context as llama.cpp logs it: (cells, layers, MiB), what the runtime tells of a grouped one)"""
+    from hwkv_llamacpp.runtime import llama_log
+
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx, params.n_ubatch, params.n_seq_max = n_ctx, options["n_ubatch"], options["n_seq_max"]
+    params.kv_unified, params.swa_full = options["unified"], False
+    params.flash_attn_type = 1 if options.get("flash_attn", True) else 0
+    params.type_k, params.type_v = (GGML_TYPES[options.get(name, "f16")] for name in ("type_k", "type_v"))
+    with llama_log.texts() as logged:
+        context = llama_cpp.llama_init_from_model(model, params)
+    assert context, llama_log.reason(logged)
+    try:
+        info = native.info(context)
+    finally:
+        llama_cpp.llama_free(context)
+    log = "".join(logged)
+    found = re.findall(r"llama_kv_cache: size = +([\d.]+) MiB \( *(\d+) cells, +(\d+) layers", log)
+    return sorted((int(cells), int(layers), mib) for mib, cells, layers in found), info
+
+
+def predicted_caches(footprint):
+    """The same of a Footprint. Cells and layers are exact there, so a MiB rounded to 0.01 tells the row's bytes."""
+    groups = [*footprint.groups, *([footprint.own_windows] if footprint.own_windows else [])]
+    return sorted((group.cells, len(group.layers), f"{group.bytes / MIB:.2f}") for group in groups)
+
+
 def by_window(groups):
     return {
         g["window"]: (
@@ -279,7 +370,7 @@ def by_window(groups):
     }
 
 
-def load_model(native, path, policy):
+def load_model(native, path, policy, no_alloc=False):
     import llama_cpp
 
     overrides = (llama_cpp.llama_model_kv_override * 2)()
@@ -289,6 +380,8 @@ def load_model(native, path, policy):
     params = llama_cpp.llama_model_default_params()
     params.kv_overrides = overrides
     params.n_gpu_layers = 0
+    if no_alloc:
+        params.no_alloc, params.load_mode = True, llama_cpp.LLAMA_LOAD_MODE_NONE
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
     assert model
     return model

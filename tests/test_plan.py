@@ -3,9 +3,11 @@
 import importlib.util
 import json
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 from minilang import needle_prompt
 
@@ -178,6 +180,41 @@ def test_formulas_of_caches_and_states_are_the_runtimes(built, request, name, mo
     assert plan.parts().get("recurrent", 0) == pytest.approx(recurrent, abs=6000)
 
 
+@pytest.mark.parametrize(
+    "name, own_mib, more",
+    [
+        ("gemma3", 26.25, {"n_ctx": 3900, "n_parallel": 2, "kv_unified": True}),
+        ("gemma3", 168.75, {"n_ctx": 18432, "n_parallel": 9}),
+        ("gemma3", 37.5, {"n_ctx": 3900, "n_parallel": 4, "kv_unified": True, "n_ubatch": 128}),
+        ("gemma3", 7.96875, {"n_ctx": 3900, "n_ubatch": 512, "type_k": "q8_0", "type_v": "q8_0"}),
+        ("smollm2", 0, {"n_ctx": 1000, "n_parallel": 3, "n_ubatch": 64}),
+        ("smollm2", 0, {"n_ctx": 3900, "n_parallel": 9, "kv_unified": True, "type_k": "q8_0", "type_v": "q8_0"}),
+    ],
+)
+def test_plan_dry_run_formulas_and_a_real_server_agree(built, request, tmp_path, name, own_mib, more):
+    """The grid in test_footprint compares every cache with the runtime's; this is the way through all programs."""
+    model = request.getfixturevalue(name)
+    policy = Policy({5: [100], 11: [700]} if name == "gemma3" else {0: [64, None, 100], 7: [300, 300, 16]})
+    path = tmp_path / "p.json"
+    policy.save(path)
+    here = context(model, policy=str(path), n_gpu_layers=0, **{"n_ctx": 0, **more})
+    plan = Planner(model).plan(here, policy)  # raises where the dry run's caches are others
+    formulas = Planner(model, dry=False).plan(here, policy)
+    for each in (plan, formulas):
+        assert each.parts().get("own windows", 0) == own_mib * 2**20
+    assert plan.kv_bytes == formulas.kv_bytes == plan.parts()["KV"] == formulas.parts()["KV"]
+    options = {key: value for key, value in vars(here).items() if key not in ("model", "policy")}
+    with LlamaServer(ServerOptions(model, path, n_threads=1, **options)) as server:
+        props, log = server.props()["hwkv"], server.log()
+    assert props["kv_bytes"] == plan.kv_bytes and props["full_kv_bytes"] == plan.footprint.full_kv_bytes
+    assert [(group["window"], group["cells"], group["bytes"]) for group in props["groups"]] == [
+        (group.window, group.cells, group.bytes) for group in plan.footprint.groups
+    ]
+    own = plan.footprint.own_windows
+    found = re.findall(r"(\d+) \| +([\d.]+) \(the model's own sliding window\)", log)
+    assert found == ([(str(own.cells), f"{own_mib:.2f}")] if own else [])
+
+
 def test_groups_have_devices(built, mini_hybrid):
     plan = Planner(mini_hybrid).plan(context(mini_hybrid, 4096))
     assert plan.group_devices == ({"CPU": plan.kv_bytes},)
@@ -281,6 +318,19 @@ def test_a_draft_model_is_part_of_the_total(built, hwkv, mini_hybrid):
     assert both["devices"]["host"]["draft model"] == both["parts"]["draft model"] == draft > alone["kv_bytes"]
     assert sum(both["parts"].values()) == both["total_bytes"]
     assert both["total_bytes"] - draft == pytest.approx(alone["total_bytes"], abs=2**20)
+
+
+def test_a_context_that_no_machine_holds_is_planned_by_formulas_at_once(built, hwkv, mini_hybrid):
+    """2,048 bytes of F16 a token. llama.cpp alone would first make the bookkeeping of all cells."""
+    start = time.monotonic()
+    code, out, err = hwkv("plan", mini_hybrid, "-c", 2_000_000_000)
+    assert code == 0 and f"{2_000_000_000 / 512:,.2f}" in out
+    assert "no dry run (a context of 2,000,000,000 tokens, at most 33,554,432 expected); every number is" in err
+    host = f"{psutil.virtual_memory().total / GIB:,.1f} GiB of memory"
+    assert f"warning: -c 2000000000 takes at least 3,814.7 GiB of KV, this machine has {host}" in err
+    assert time.monotonic() - start < 20
+    assert "warning: -c" not in hwkv("plan", mini_hybrid, "-c", 2_000_000_000, "--memory", "5TiB")[2]
+    assert "warning: -c" not in hwkv("plan", mini_hybrid, "-c", 4096, "--formulas")[2]
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,14 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 import requests
 
 from hwkv_llamacpp import HwkvError, ModelGeometry, Policy
 from hwkv_llamacpp.cli.serve import describe
 from hwkv_llamacpp.gguf.embed import embed
+from hwkv_llamacpp.plan import memory
 from hwkv_llamacpp.runtime import native
 from hwkv_llamacpp.runtime.server import free_port
 
@@ -92,6 +94,47 @@ def test_what_would_be_another_model_or_an_empty_policy(serve, mini_hybrid, tmp_
     os.mkfifo(tmp_path / "pipe")
     expected = f"error: {tmp_path / 'pipe'}: not a regular file: the policy is read twice, so a file expected\n"
     assert serve(mini_hybrid, "--policy", tmp_path / "pipe") == (1, [], expected)
+
+
+def test_a_context_that_no_memory_holds_is_refused_at_once(serve, mini_hybrid, policy, monkeypatch):
+    """Two layers of 4 KV heads of 64: 2,048 bytes of F16 a token; under the policy 5 of 8 heads are full."""
+    has = f"this machine has {psutil.virtual_memory().total / 2**30:,.1f} GiB of memory"
+    start = time.monotonic()
+    for words, kv in (
+        (["--", "-c", "2000000000"], "3,814.7"),
+        (["--", "--ctx-size", "10", "-c", "2000000000", "-np", "4"], "3,814.7"),
+        (["--policy", policy, "--", "-c", "2000000000"], "2,384.2"),
+        (["--", "-c", "2000000000", "-ctk", "q8_0", "--cache-type-v", "q8_0"], "2,026.6"),
+    ):
+        expected = f"error: -c 2000000000 on {mini_hybrid} takes at least {kv} GiB of KV, {has}\n"
+        assert serve(mini_hybrid, *words) == (1, [], expected)
+    monkeypatch.setenv("LLAMA_ARG_CTX_SIZE", "2000000000")
+    assert serve(mini_hybrid)[:2] == (1, [])
+    assert serve(mini_hybrid, "--", "-c", 2048)[0] == 0
+    assert time.monotonic() - start < 60
+
+
+def test_what_may_fit_is_left_to_the_server(serve, mini_hybrid):
+    fits = psutil.virtual_memory().total // 2048 // 256 * 256
+    assert serve(mini_hybrid, "--", "-c", fits)[0] == 0
+    assert serve(mini_hybrid, "--", "-c", fits + 256)[0] == 1
+    for more in (["-c", "0"], ["-c", "many"], ["-c", str(2**31)], ["-c", "2000000000", "--rpc", "10.0.0.1:50052"]):
+        assert serve(mini_hybrid, "--", *more)[0] == 0
+
+
+def test_memory_of_gpus_counts(serve, mini_hybrid, tmp_path, monkeypatch):
+    gpu = tmp_path / "hwkv" / "cuda"
+    (tmp_path / "hwkv" / "cpu").rename(gpu)
+    (gpu / "bin" / "llama-server").write_text(
+        '#!/bin/sh\n[ "$1" = --list-devices ] && cat <<E\nAvailable devices:\n'
+        "  CUDA0: NVIDIA H200 (143156 MiB, 142617 MiB free)\n  CUDA1: A (B) C (4194304 MiB, 1 MiB free)\nE\n"
+    )
+    monkeypatch.setenv("HWKV_BUILD", str(gpu))
+    assert memory.gpu_bytes() == (143156 + 4194304) * 2**20
+    assert "-c 2147483647 on" not in serve(mini_hybrid, "--", "-c", 2**31 - 1)[2]  # 4,096 GiB
+    assert serve(mini_hybrid, "--policy", "off", "--", "-c", 2**31 - 1, "-ctk", "f32", "-ctv", "f32")[2].endswith(
+        " GiB of memory and 4,235.8 GiB on GPUs\n"
+    )
 
 
 def test_the_server_makes_one_slot(mini_hybrid, policy, tmp_path):

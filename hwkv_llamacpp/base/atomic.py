@@ -1,4 +1,4 @@
-"""Writes a file whole or not at all."""
+"""Writes a file, or several that belong together, whole or not at all."""
 
 import errno
 import fcntl
@@ -6,7 +6,7 @@ import os
 import secrets
 import stat
 import time
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from ..errors import HwkvError
@@ -26,28 +26,113 @@ def replacing(path, overwrite=False, link_to=None):
     temporary file is gone and the target is as it was. What a killed process left in the
     folder is removed by the next one that writes there.
     """
-    path = Path(path)
-    check_target(path, overwrite)
-    _sweep(path.parent)
-    # the name is chosen before the file exists, so that no interrupt can fall between making and knowing it
-    partial = path.with_name(f".hwkv-{secrets.token_hex(8)}.partial")
+    with replacing_together(overwrite) as add:
+        yield add(path, link_to)
+
+
+@contextmanager
+def replacing_together(overwrite=False):
+    """Yields a call that takes what `replacing` takes and returns what it yields, for files that belong together.
+
+    All are written before the first takes its name. Those that they replace are kept aside until the last has its own:
+    after an error or a signal that raises, at whatever moment, all targets are as they were; or all are new, if it came
+    after the last rename. What cannot be undone is SIGKILL or a power loss between the first and the last rename: then
+    some are new and some old.
+    """
+    members = []
+    with ExitStack() as opened:
+        try:
+
+            def add(path, link_to=None):
+                path = Path(path)
+                check_target(path, overwrite)
+                _sweep(path.parent)
+                member = _Member(path)
+                members.append(member)  # before the file exists: no interrupt can fall between making and knowing it
+                if link_to is not None and _link(link_to, member.partial):
+                    _hold(opened.enter_context(open(member.partial, "rb")))
+                    return None
+                member.file = opened.enter_context(open(member.partial, "xb"))
+                _hold(member.file)
+                return member.file
+
+            yield add
+            for member in members:
+                if member.file:
+                    member.file.flush()
+                    os.fsync(member.file.fileno())
+            _take_names(members, overwrite)
+            for folder in {member.path.parent for member in members}:
+                _sync_folder(folder)
+        except OSError as error:
+            if not members:
+                raise
+            named = [x for x in members if str(error.filename) in (str(x.path), str(x.partial))]
+            raise _write_error((named or members)[-1].path, error) from None
+        finally:
+            _to_the_end(_clean_up, members)
+
+
+class _Member:
+    """A file that waits for its name."""
+
+    def __init__(self, path):
+        self.path = path
+        self.partial = path.with_name(f".hwkv-{secrets.token_hex(8)}.partial")  # its own bytes
+        self.aside = path.with_name(f".hwkv-{secrets.token_hex(8)}.partial")  # what it replaces
+        self.file = None
+        self.is_new = False  # nothing had the name
+        self.identity = None  # os.stat of its own bytes, once they are about to take the name
+
+
+def _take_names(members, overwrite):
+    """All, or after an error none."""
     try:
-        if link_to is not None and _link(link_to, partial):
-            with open(partial, "rb") as file:
-                _hold(file)
-                yield None
-        else:
-            with open(partial, "xb") as file:
-                _hold(file)
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-        _take_name(partial, path, overwrite)
-        _sync_folder(path.parent)
-    except OSError as error:
-        raise _write_error(path, error) from None
-    finally:
-        _discard(partial)
+        for member in members:
+            member.is_new = not os.path.lexists(member.path)
+            if len(members) > 1 and overwrite and not member.is_new:  # one alone is replaced in one step
+                _keep_aside(member)
+            member.identity = os.stat(member.partial)
+            _take_name(member.partial, member.path, overwrite)
+    except BaseException:
+        _to_the_end(_give_back, members)
+        raise
+
+
+def _to_the_end(step, members):
+    """Does a step, which can be done twice, for all members; an interrupt is raised when that is done."""
+    interrupt = None
+    while True:
+        try:
+            for member in members:
+                step(member)
+            break
+        except (KeyboardInterrupt, SystemExit) as raised:
+            interrupt = raised
+    if interrupt:
+        raise interrupt
+
+
+def _keep_aside(member):
+    try:
+        os.link(member.path, member.aside, follow_symlinks=False)  # the old one keeps its name, too
+    except (OSError, NotImplementedError):  # not every file system can link
+        os.rename(member.path, member.aside)
+
+
+def _give_back(member):
+    """Undoes what _take_names did for a member, as far as it came."""
+    with suppress(OSError):
+        if os.path.lexists(member.aside):
+            os.replace(member.aside, member.path)
+        elif member.is_new and member.identity and os.path.samestat(os.stat(member.path), member.identity):
+            os.unlink(member.path)
+
+
+def _clean_up(member):
+    _discard(member.partial)
+    if os.path.lexists(member.path):
+        _discard(member.aside)
 
 
 def check_target(path, overwrite):

@@ -8,7 +8,7 @@ import sys
 import threading
 
 from .. import __version__
-from ..base.names import as_text
+from ..base.names import as_text, message
 from ..errors import HwkvError
 from .arguments import HelpFormatter
 
@@ -40,7 +40,7 @@ def main(argv=None):
         sys.stdout.flush()
         return code or 0
     except HwkvError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {message(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as interrupt:
         print(f"\n{interrupt}" if interrupt.args else "\ninterrupted; no file was left half written", file=sys.stderr)
@@ -52,7 +52,7 @@ def main(argv=None):
         if error.filename is None:  # of stdout
             _close_stdout()
         what = "cannot print" if error.filename is None else as_text(os.fsdecode(error.filename))
-        print(f"error: {what}: {error.strerror}", file=sys.stderr)
+        print(f"error: {message(what)}: {error.strerror}", file=sys.stderr)
         return 1
 
 

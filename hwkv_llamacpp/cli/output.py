@@ -7,6 +7,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ..base.names import clip, escaped, escaped_json
+
+MAX_FACT = 400  # characters of what a file says in one line
+MAX_ROWS = 512  # of a table, as many as a model has layers
+
 
 def console():
     # piped output keeps whole lines: nothing is cut to a terminal's width
@@ -24,11 +29,20 @@ def table(*columns):
 def print_facts(facts):
     width = max(len(name) for name, _ in facts)
     for name, value in facts:
-        console().print(f"{name:<{width}}  {value}", markup=False, soft_wrap=True)
+        line = f"{name:<{width}}  {escaped(clip(value, MAX_FACT))}"
+        console().print(line, markup=False, soft_wrap=True)
 
 
 def print_json(value):
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    print(escaped_json(json.dumps(value, indent=2, ensure_ascii=False)))
+
+
+def ends(items, n=MAX_ROWS):
+    """(first items, number of those left out, last items) of a sequence; all of it first where it has no more than
+    n."""
+    if len(items) <= n:
+        return items, 0, items[:0]
+    return items[: n // 2], len(items) - n // 2 * 2, items[-(n // 2) :]
 
 
 def window(window):

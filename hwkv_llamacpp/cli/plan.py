@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..base import sizes
+from ..base.names import clip, escaped, message
 from ..base.options import count
 from ..gguf.embed import chosen_policy
-from ..plan import dry_run
+from ..plan import dry_run, memory
 from ..plan.planner import HOST, MIB, PARTS, Planner, largest_context
 from ..policy.footprint import CELL_PAD
 from ..runtime import native
@@ -69,12 +70,15 @@ def run(args):
         args.cache_type_k,
         args.cache_type_v,
     )
+    n_ctx = max(context.n_ctx, geometry.n_ctx_train * args.parallel if args.memory else 0)
+    if planner.dry and n_ctx > dry_run.MAX_CTX:
+        planner.dry = False
+        why = f"a context of {n_ctx:,} tokens, at most {dry_run.MAX_CTX:,} expected"
+    elif planner.header.n_tensors == 0:
+        why = "the file has no tensors"
+    else:
+        why = f"the native build is missing: {native.BUILD_COMMAND}"
     if not planner.dry and not args.formulas:
-        why = (
-            "the file has no tensors"
-            if planner.header.n_tensors == 0
-            else f"the native build is missing: {native.BUILD_COMMAND}"
-        )
         print(f"no dry run ({why}); every number is a formula", file=sys.stderr)
     if args.gpu_layers and planner.dry and not native.has_gpu():
         print(
@@ -92,6 +96,9 @@ def run(args):
 
     arms = {"full KV": None, **({"policy": policy} if policy else {})}
     plans = {name: plan_at(context.n_ctx, arm, args.parallel) for name, arm in arms.items()}
+    smallest = min(plans.values(), key=lambda plan: plan.kv_bytes)
+    if not args.memory and (too_large := memory.beyond(f"-c {context.n_ctx}", smallest.footprint)):
+        print(f"warning: {message(too_large)}", file=sys.stderr)
     largest = {}
     if args.memory:
         for n_parallel in range(1, args.parallel + 1):
@@ -137,7 +144,7 @@ def show(console, geometry, plans):
             else f"{n_slots} slots of {first.footprint.n_ctx_seq}"
         )
     )
-    table = _table(f"{geometry.name}, -c {first.footprint.n_ctx}, {slots}, MiB")
+    table = _table(f"{escaped(clip(geometry.name))}, -c {first.footprint.n_ctx}, {slots}, MiB")
     for heading in ("device", "", *plans):
         table.add_column(heading, justify="left" if heading in ("device", "") else "right")
     devices = list(dict.fromkeys(device for plan in plans.values() for device in plan.devices))
@@ -212,8 +219,9 @@ def show_largest(console, geometry, largest, limits, plans):
 def _table(title):
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
-    return Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
+    return Table(title=Text(title), box=box.SIMPLE_HEAD, pad_edge=False)
 
 
 def _same_device(name, device):

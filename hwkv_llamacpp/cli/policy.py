@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from ..base import options
+from ..base.names import clip, escaped
 from ..baselines.baseline import baselines
 from ..gguf.geometry import ModelGeometry
 from ..policy.footprint import predict
@@ -88,7 +89,8 @@ def run_show(args):
     if args.plot:
         from ..plot.heatmap import plot
 
-        plot(policy, args.plot, geometry, overwrite=args.force, title=(policy.model or {}).get("name"))
+        name = (policy.model or {}).get("name")
+        plot(policy, args.plot, geometry, overwrite=args.force, title=escaped(clip(name)) if name else None)
 
     rows = {x.layer: policy.row(x) for x in geometry.configurable} if geometry else policy.layers
     n_ctx_train = geometry.n_ctx_train if geometry else 2**17
@@ -122,11 +124,24 @@ def run_show(args):
         ]
     )
     if rows:
-        width = max(len(output.window(w)) for row in rows.values() for w in row)
+        first, n_more, last = output.ends(list(rows))
+        width = max(len(output.window(w)) for il in (*first, *last) for w in rows[il])
         table = output.table("layer", "windows, by KV head")
-        for il, row in rows.items():
-            table.add_row(str(il), "  ".join(f"{output.window(w):>{width}}" for w in row))
+        for il in first:
+            table.add_row(str(il), _windows(rows[il], width))
+        if n_more:
+            table.add_row("...", f"and {n_more:,} more layers; --json gives all")
+        for il in last:
+            table.add_row(str(il), _windows(rows[il], width))
         output.console().print(table)
+
+
+def _windows(row, width):
+    first, n_more, last = output.ends(row)
+    words = [f"{output.window(w):>{width}}" for w in first]
+    if n_more:
+        words.append(f"... and {n_more:,} more ...")
+    return "  ".join(words + [f"{output.window(w):>{width}}" for w in last])
 
 
 def run_check(args):

@@ -3,9 +3,13 @@
 import os
 import sys
 
+from ..base import options
+from ..base.names import message
 from ..errors import HwkvError
 from ..gguf.embed import chosen_policy
 from ..gguf.geometry import ModelGeometry
+from ..plan import memory
+from ..policy.footprint import CACHE_TYPES, predict
 from ..runtime import native
 from .arguments import policy_argument, policy_choice
 
@@ -48,7 +52,9 @@ def run(args):
     if not given & {"-np", "--parallel"} and "LLAMA_ARG_N_PARALLEL" not in os.environ:
         slots = ["-np", "1"]
         line += "; 1 slot (for more, give -np N after --)"
-    print(line, file=sys.stderr, flush=True)
+    if too_large := beyond_this_machine(args.model, choice, args.flags):
+        raise HwkvError(too_large)
+    print(message(line), file=sys.stderr, flush=True)
     os.execv(program, [str(program), "-m", args.model, "--hwkv-policy", choice or "embedded", *slots, *args.flags])
 
 
@@ -58,3 +64,32 @@ def describe(model, choice):
     if policy is None:
         return f"no policy{'' if choice else f' in {model}'}: full KV, as upstream"
     return f"policy {policy.summary(ModelGeometry.from_gguf(model))}"
+
+
+def beyond_this_machine(model, choice, flags):
+    """One sentence if the context that llama-server's flags and environment ask for cannot be held here, else None.
+
+    What the sentence gives is the least: of one slot and the smallest rings. Devices of other machines are not known
+    here, and flags that llama-server would not take are left to it.
+    """
+    if "--rpc" in flags or "LLAMA_ARG_RPC" in os.environ:
+        return None
+    n_ctx = _given(flags, ("-c", "--ctx-size"), "LLAMA_ARG_CTX_SIZE", "0")
+    types = [
+        _given(flags, (f"-ct{letter}", f"--cache-type-{letter}"), f"LLAMA_ARG_CACHE_TYPE_{letter.upper()}", "f16")
+        for letter in "kv"
+    ]
+    if not (n_ctx.isascii() and n_ctx.isdigit() and 0 < int(n_ctx[:20]) <= options.MAX):
+        return None
+    if not set(types) <= set(CACHE_TYPES):
+        return None
+    geometry = ModelGeometry.from_gguf(model)
+    policy = chosen_policy(model, choice)
+    footprint = predict(geometry, policy, int(n_ctx), n_ubatch=1, type_k=types[0], type_v=types[1])
+    return memory.beyond(f"-c {n_ctx} on {model}", footprint)
+
+
+def _given(flags, names, variable, default):
+    """What llama-server takes: the last such flag, else the environment's."""
+    values = [value for name, value in zip(flags, flags[1:]) if name in names]
+    return values[-1] if values else os.environ.get(variable, default)

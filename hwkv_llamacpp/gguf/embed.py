@@ -8,13 +8,13 @@ start and the padding before the data can differ. The file is never held in memo
 import errno
 import os
 import struct
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 from gguf.constants import GGUFValueType
 from tqdm import tqdm
 
-from ..base.atomic import check_target, replacing
+from ..base.atomic import check_target, replacing_together
 from ..errors import HwkvError
 from ..policy.policy import CARRIERS, Policy, parse_json, to_line
 from .file import MAGIC, SHARD_NAME, GGUFFile, open_first_shard, shard_name
@@ -44,7 +44,8 @@ def embed(model_path, policy, out_path, *, force=False, link_shards=False, progr
     may be given; the keys go into the first, the others are copied (or hard-linked, with
     link_shards), and out_path gives the prefix of all names.
     HwkvError if the policy does not fit, an output exists (without force) or is an input,
-    or anything cannot be read or written; the output is then as it was before.
+    or anything cannot be read or written. After that, or after an interrupt at any moment, the output is as it was
+    before; of a split model every shard, except for what `replacing_together` says of a killed process.
     """
     geometry = ModelGeometry.from_gguf(model_path)
     policy.check(geometry)
@@ -78,23 +79,14 @@ def embed(model_path, policy, out_path, *, force=False, link_shards=False, progr
                 leave=False,
             )
         )
-        new = (
-            [target for target in targets if not target.exists()] if others else []
-        )  # a single file is there whole or not at all
-        try:
-            with ExitStack() as complete:  # every shard is written before one takes its name
-                out = complete.enter_context(replacing(targets[0], force))
-                _write_with_policy(first, _encode(policy, geometry), out, bar)
-                _check_written(out, first, policy)
-                for shard, target in zip(others, targets[1:]):
-                    file = complete.enter_context(replacing(target, force, link_to=shard.path if link_shards else None))
-                    if file is not None:
-                        _copy_bytes(shard, 0, shard.size, file, bar)
-        except BaseException:
-            for target in new:  # interrupted between two renames
-                with suppress(OSError):
-                    target.unlink()
-            raise
+        with replacing_together(force) as add:
+            out = add(targets[0])
+            _write_with_policy(first, _encode(policy, geometry), out, bar)
+            _check_written(out, first, policy)
+            for shard, target in zip(others, targets[1:]):
+                file = add(target, link_to=shard.path if link_shards else None)
+                if file is not None:
+                    _copy_bytes(shard, 0, shard.size, file, bar)
     return targets
 
 
@@ -238,9 +230,11 @@ def _write_with_policy(source, added, out, bar):
     header += added
     header.append(source.raw(source.kv_end, source.infos_end))
     n_bytes = sum(map(len, header))
-    if source.has_data or source.size == source.data_start:
-        header.append(bytes(-n_bytes % source.alignment))
     out.writelines(header)
+    if source.has_data or source.size == source.data_start:
+        # up to 2 GiB, which llama.cpp takes: a hole in the file, neither in memory nor on the disk
+        out.truncate(n_bytes + -n_bytes % source.alignment)
+        out.seek(0, os.SEEK_END)
     bar.update(min(source.size, source.data_start))
     if source.has_data:
         _copy_bytes(source, source.data_start, source.size, out, bar)

@@ -16,11 +16,13 @@ from pathlib import Path
 
 from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
 
+from ..base.names import clip, show
 from ..errors import HwkvError
 
 MAGIC = b"GGUF"
 SHARD_NAME = re.compile(r"^(?P<prefix>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf$", re.DOTALL)
 MAX_ARRAY_DEPTH = 4
+MAX_FILE_BYTES = 2**63 - 1
 
 # value type -> struct code of one element; strings and arrays are walked instead
 SCALARS = {
@@ -152,14 +154,12 @@ class GGUFFile:
         for _ in range(n_kv):
             field = self._read_field(pos)
             if field.key in self.fields:
-                raise HwkvError(f"{self.path}: key '{field.key}' occurs twice")
+                raise HwkvError(f"{self.path}: key '{clip(field.key)}' occurs twice")
             self.fields[field.key] = field
             pos = field.end
         self.kv_end = pos
 
-        self.alignment = self.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
-        if not isinstance(self.alignment, int) or self.alignment < 1 or self.alignment & (self.alignment - 1):
-            raise HwkvError(f"{self.path}: key 'general.alignment' is {self.alignment}, a power of two expected")
+        self.alignment = self._alignment()
 
         self.tensors = []
         for _ in range(self.n_tensors):
@@ -171,10 +171,25 @@ class GGUFFile:
         self.data_start = -(-pos // self.alignment) * self.alignment
         # a file that ends with its header carries metadata only: that is a choice, not a damage
         self.has_data = self.size > self.data_start
-        if self.tensors and self.has_data:
-            need = self.data_start + max(info.offset + info.n_bytes for info in self.tensors)
-            if need > self.size:
+        if self.tensors:
+            last = max(self.tensors, key=lambda info: info.offset + info.n_bytes)
+            need = self.data_start + last.offset + last.n_bytes
+            if need > MAX_FILE_BYTES:
+                raise HwkvError(
+                    f"{self.path}: tensor '{clip(last.name)}' ends at byte {need:,}, which no file can hold"
+                )
+            if self.has_data and need > self.size:
                 raise self._truncated(f"its tensors need {need:,} bytes")
+
+    def _alignment(self):
+        """As llama.cpp takes it: any power of two, but in a u32."""
+        field, value = self.fields.get("general.alignment"), self.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
+        if field is not None and (field.type != GGUFValueType.UINT32 or value < 1 or value & (value - 1)):
+            kind = "" if field.is_array else f" of type {field.type.name}"
+            raise HwkvError(
+                f"{self.path}: key 'general.alignment' is {show(value)}{kind}, a power of two of type UINT32 expected"
+            )
+        return value
 
     def _read_field(self, pos):
         start = pos
@@ -196,7 +211,7 @@ class GGUFFile:
             (length,) = self._unpack("Q", pos)
             return self._inside(pos + 8 + length)
         if depth == MAX_ARRAY_DEPTH:
-            raise HwkvError(f"{self.path}: key '{key}' nests arrays more than {MAX_ARRAY_DEPTH} deep")
+            raise HwkvError(f"{self.path}: key '{clip(key)}' nests arrays more than {MAX_ARRAY_DEPTH} deep")
         code, length = self._unpack("IQ", pos)
         item_type = self._value_type(key, code)
         pos += 12
@@ -215,7 +230,7 @@ class GGUFFile:
         name, pos = self._string(pos)
         (n_dims,) = self._unpack("I", pos)
         if n_dims > 8:
-            raise HwkvError(f"{self.path}: tensor '{name}' has {n_dims} dimensions, at most 4 expected")
+            raise HwkvError(f"{self.path}: tensor '{clip(name)}' has {n_dims} dimensions, at most 4 expected")
         shape = self._unpack(f"{n_dims}Q", pos + 4)
         pos += 4 + 8 * n_dims
         type_, offset = self._unpack("IQ", pos)
@@ -247,7 +262,9 @@ class GGUFFile:
         try:
             return GGUFValueType(code)
         except ValueError:
-            raise HwkvError(f"{self.path}: key '{key}' has value type {code}, which GGUF does not define") from None
+            raise HwkvError(
+                f"{self.path}: key '{clip(key)}' has value type {code}, which GGUF does not define"
+            ) from None
 
     def _truncated(self, what):
         return HwkvError(f"{self.path}: truncated: {what}, the file has {self.size:,} bytes")
@@ -260,7 +277,7 @@ def shard_paths(file):
     """
     count = file.get("split.count", 0)
     if type(count) is not int:
-        raise HwkvError(f"{file.path}: key 'split.count' is {str(count)[:40]!r}, a number expected")
+        raise HwkvError(f"{file.path}: key 'split.count' is {show(count)}, a number expected")
     if count < 2:
         return [file.path]
     match = SHARD_NAME.match(file.path.name)

@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..base.names import show
 from ..errors import HwkvError
 from .file import open_first_shard
 
@@ -338,7 +339,7 @@ class Keys:
                 raise HwkvError(f"{self.file.path}: key '{key}' is missing")
             return default
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**32:
-            raise HwkvError(f"{self.file.path}: key '{key}' is {value!r}, a non-negative integer expected")
+            raise HwkvError(f"{self.file.path}: key '{key}' is {show(value)}, a non-negative integer expected")
         return value
 
     def real(self, name):
@@ -386,10 +387,11 @@ class Keys:
 def _read_geometry(file):
     architecture = file.get("general.architecture")
     if not isinstance(architecture, str):
-        raise HwkvError(f"{file.path}: key 'general.architecture' is missing")
+        what = "missing" if architecture is None else show(architecture)
+        raise HwkvError(f"{file.path}: key 'general.architecture' is {what}, a text expected")
     arch = ARCHITECTURES.get(architecture)
     if arch is None:
-        raise HwkvError(f"{file.path}: architecture '{architecture}' is not known to this version")
+        raise HwkvError(f"{file.path}: architecture {show(architecture)} is not known to this version")
     keys = Keys(file, architecture)
 
     if architecture == "clip":  # has none of the keys below

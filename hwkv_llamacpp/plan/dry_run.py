@@ -23,6 +23,7 @@ from ..runtime import llama_log, native
 
 MIB = 2**20
 FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
+MAX_CTX = 2**25  # no model is trained for more; llama.cpp keeps 48 bytes for each cell even where it allocates no KV
 SIZE = r"=\s+([\d.]+) MiB"
 
 

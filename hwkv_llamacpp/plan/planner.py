@@ -13,14 +13,22 @@ from pathlib import Path
 
 from ..errors import HwkvError
 from ..gguf.file import GGUFFile, open_first_shard
-from ..gguf.geometry import ARCHITECTURES, PARALLEL, ModelGeometry
-from ..policy.footprint import Footprint, pad, predict, row_bytes
+from ..gguf.geometry import ARCHITECTURES, PARALLEL, Keys, ModelGeometry
+from ..policy.footprint import Footprint, predict
 from ..runtime import native
 from . import dry_run
 
 MIB = 2**20
 PARTS = ("weights", "KV", "own windows", "other KV", "recurrent", "compute", "output", "process", "draft model")
 HOST = ("Host", "CPU", "CPU_REPACK")  # buffer types in the machine's own memory
+STATE_KEYS = (  # they give the size of a recurrent layer's state
+    "ssm.conv_kernel",
+    "ssm.inner_size",
+    "ssm.state_size",
+    "ssm.group_count",
+    "shortconv.l_cache",
+    "embedding_length",
+)
 # what llama-server itself holds at work: threads, request, sampler; 10 to 13 MiB on SmolLM2 and Gemma 3 270M
 SERVER_BYTES = 12 * MIB
 
@@ -115,7 +123,7 @@ class Planner:
             type_v=context.type_v,
             flash_attn=context.flash_attn != "off",
         )
-        sliding = sliding_bytes(self.geometry, context, footprint)
+        sliding = footprint.own_windows_bytes
         if self.dry:
             return self._exact(context, footprint, sliding, process_bytes, on_gpu)
         parts = {
@@ -205,17 +213,8 @@ class Header:
         file, shards = open_first_shard(path)
         with file:
             self.architecture = file.get("general.architecture")
-            self._keys = {
-                name: file.get(f"{self.architecture}.{name}")
-                for name in (
-                    "ssm.conv_kernel",
-                    "ssm.inner_size",
-                    "ssm.state_size",
-                    "ssm.group_count",
-                    "shortconv.l_cache",
-                    "embedding_length",
-                )
-            }
+            keys = Keys(file, self.architecture)
+            self._keys = {name: keys.number(name) if keys.has(name) else None for name in STATE_KEYS}
             tensors = list(file.tensors)
             self._path, self._data_start = file.path, file.data_start
             self._lacks_data = bool(tensors) and not file.has_data and len(shards) == 1
@@ -231,10 +230,16 @@ class Header:
         disk: llama.cpp checks the length, and its dry run reads no data. None for a whole file."""
         if not self._lacks_data:
             return None
-        copy = tempfile.NamedTemporaryFile(suffix=".gguf")
-        copy.write(self._path.read_bytes())
-        copy.truncate(self._data_start + self._data_bytes)
-        copy.flush()
+        n_bytes = self._data_start + self._data_bytes
+        try:
+            copy = tempfile.NamedTemporaryFile(suffix=".gguf")
+            copy.write(self._path.read_bytes())
+            copy.truncate(n_bytes)
+            copy.flush()
+        except OSError as error:
+            raise HwkvError(
+                f"{self._path}: no temporary file as long as the model, {n_bytes:,} bytes: {error.strerror}"
+            ) from None
         return copy
 
     def recurrent_bytes(self, geometry, n_parallel):
@@ -242,35 +247,23 @@ class Header:
         layer that this formula does not know."""
         parallel = ARCHITECTURES[self.architecture].recurrent == PARALLEL
         n_layers = sum(layer.kind == "recurrent" or parallel for layer in geometry.layers)
-        keys = self._keys
         if n_layers == 0:
             return 0
         if geometry.refusal:  # some of these keep more beside their states
             return None
-        if keys["shortconv.l_cache"]:
-            values = keys["embedding_length"] * (keys["shortconv.l_cache"] - 1)
-        elif keys["ssm.inner_size"]:
-            conv, inner, state = keys["ssm.conv_kernel"], keys["ssm.inner_size"], keys["ssm.state_size"]
-            values = (conv - 1) * (inner + 2 * (keys["ssm.group_count"] or 0) * state) + state * inner
+        if self._keys["shortconv.l_cache"]:
+            values = self._key("embedding_length") * (self._key("shortconv.l_cache") - 1)
+        elif self._keys["ssm.inner_size"]:
+            conv, inner, state = (self._key(f"ssm.{name}") for name in ("conv_kernel", "inner_size", "state_size"))
+            values = (conv - 1) * (inner + 2 * (self._keys["ssm.group_count"] or 0) * state) + state * inner
         else:
             return None
         return n_layers * values * 4 * n_parallel
 
-
-def sliding_bytes(geometry, context, footprint):
-    """KV bytes of the model's own sliding-window layers, as llama_kv_cache_iswa sizes them."""
-    sharing, streams = (context.n_parallel, 1) if context.kv_unified else (1, context.n_parallel)
-    cells = pad(min(footprint.n_ctx_seq, geometry.n_swa * sharing + footprint.n_ubatch))
-    return sum(
-        cells
-        * streams
-        * (
-            row_bytes(context.type_k, layer.n_head_kv * layer.head_dim_k)
-            + row_bytes(context.type_v, layer.n_head_kv * layer.head_dim_v)
-        )
-        for layer in geometry.layers
-        if layer.kind == "swa"
-    )
+    def _key(self, name):
+        if self._keys[name] is None:
+            raise HwkvError(f"{self._path}: key '{self.architecture}.{name}' is missing")
+        return self._keys[name]
 
 
 def is_built():

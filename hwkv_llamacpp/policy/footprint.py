@@ -4,14 +4,18 @@ The rule is the runtime's own, so prediction and allocation agree to the byte:
 
     n_ctx_seq    = n_ctx padded to 256 (unified), or its n_seq_max-th part padded to 256
     cells(full)  = n_ctx_seq
-    cells(w)     = min(n_ctx_seq, pad256(w + n_sink + n_ubatch))
-                   where n sequences share one ring (unified, n > 1), (w + n_sink + 64) * n instead of w + n_sink
+    cells(w)     = min(n_ctx_seq, pad256((w + n_sink + slack) * sharing + n_ubatch))
+                   sharing is the number of sequences in one ring: n_seq_max if unified, else 1; for slack see
+                   draft_slack
     K of a layer = row_size(type_k, heads * head_dim_k) * cells * streams, V likewise
 
 One group is one cache: all heads of one window, over all layers. A window w is full
 if w + n_sink >= n_ctx_seq: no query is beyond it. Without FlashAttention V is stored transposed, and its rows are
-padded to the widest layer of the group. Only configurable layers are counted: the model's own sliding-window cache and
-recurrent state stay what they are.
+padded to the widest layer of the group. kv_bytes counts configurable layers only.
+
+The model's own sliding windows are a group of their own, by the same rule with n_sink = 0. Where no head is windowed,
+upstream's cache is used: its rings have no slack, and without FlashAttention all rows of V are as wide as the model's
+widest.
 """
 
 from dataclasses import dataclass
@@ -22,8 +26,7 @@ from ..errors import HwkvError
 
 CELL_PAD = 256
 MAX_SEQ = 256  # LLAMA_MAX_SEQ
-# LLAMA_HWKV_N_SLACK: positions per sequence beyond the window, where draft tokens could not be taken back without
-DRAFT_SLACK = 64
+DRAFT_SLACK = 64  # LLAMA_HWKV_N_SLACK
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 
 
@@ -48,6 +51,7 @@ class Group:
 @dataclass(frozen=True)
 class Footprint:
     groups: tuple[Group, ...]  # full first, then by window
+    own_windows: Group | None  # of the model's own sliding-window layers
     full_kv_bytes: int  # of the same context with every head full
     n_ctx: int
     n_ctx_seq: int
@@ -61,6 +65,10 @@ class Footprint:
     @property
     def kv_bytes(self):
         return sum(group.bytes for group in self.groups)
+
+    @property
+    def own_windows_bytes(self):
+        return self.own_windows.bytes if self.own_windows else 0
 
     def to_dict(self):
         """The fields that the runtime reports of an active cache, by the same names."""
@@ -114,13 +122,24 @@ def predict(
     n_ctx_seq = n_ctx if unified else pad(n_ctx // n_seq_max)
     streams = 1 if unified else n_seq_max
     sharing = n_seq_max if unified else 1  # sequences in one ring
-    slack = DRAFT_SLACK if sharing > 1 or n_ubatch < DRAFT_SLACK * n_seq_max else 0
-
     n_sink = policy.n_sink if policy else 0
 
-    def group(window, members):
-        cells = n_ctx_seq if window is None else min(n_ctx_seq, pad((window + n_sink + slack) * sharing + n_ubatch))
-        widest_v = max(heads * layer.head_dim_v for layer, heads in members)
+    members = {}  # window -> [(layer, heads)]
+    for layer in geometry.configurable:
+        row = [
+            None if w is None or w + n_sink >= n_ctx_seq else w
+            for w in (policy.row(layer) if policy else (None,) * layer.n_head_kv)
+        ]
+        for window in dict.fromkeys(row):
+            members.setdefault(window, []).append((layer, row.count(window)))
+    active = any(window is not None for window in members)
+    slack = draft_slack(n_ubatch, n_seq_max, unified) if active else 0
+    widest_v = max((layer.n_head_kv * layer.head_dim_v for layer in geometry.layers), default=0)
+
+    def group(window, members, n_sink, padded_v):
+        cells = n_ctx_seq
+        if window is not None:
+            cells = min(n_ctx_seq, pad((window + n_sink + slack) * sharing + n_ubatch))
         return Group(
             window,
             cells,
@@ -133,29 +152,36 @@ def predict(
                     * streams
                     * (
                         row_bytes(type_k, heads * layer.head_dim_k)
-                        + row_bytes(type_v, heads * layer.head_dim_v if flash_attn else widest_v)
+                        + row_bytes(type_v, heads * layer.head_dim_v if flash_attn else padded_v)
                     ),
                 )
                 for layer, heads in members
             ),
         )
 
-    members = {}  # window -> [(layer, heads)]
-    for layer in geometry.configurable:
-        row = [
-            None if w is None or w + n_sink >= n_ctx_seq else w
-            for w in (policy.row(layer) if policy else (None,) * layer.n_head_kv)
-        ]
-        for window in dict.fromkeys(row):
-            members.setdefault(window, []).append((layer, row.count(window)))
-    groups = [group(window, members[window]) for window in sorted(members, key=lambda w: (w is not None, w or 0))]
+    def widest_of(window):
+        return max(heads * layer.head_dim_v for layer, heads in members[window]) if active else widest_v
+
+    groups = [
+        group(window, members[window], n_sink, widest_of(window))
+        for window in sorted(members, key=lambda w: (w is not None, w or 0))
+    ]
+    sliding = [(layer, layer.n_head_kv) for layer in geometry.layers if layer.kind == "swa"]
+    own_windows = group(geometry.n_swa, sliding, 0, widest_v) if sliding else None
     full = sum(
         n_ctx_seq
         * streams
         * (row_bytes(type_k, x.n_head_kv * x.head_dim_k) + row_bytes(type_v, x.n_head_kv * x.head_dim_v))
         for x in geometry.configurable
     )
-    return Footprint(tuple(groups), full, n_ctx_seq * streams, n_ctx_seq, n_ubatch)
+    return Footprint(tuple(groups), own_windows, full, n_ctx_seq * streams, n_ctx_seq, n_ubatch)
+
+
+def draft_slack(n_ubatch, n_seq_max, unified):
+    """Positions per sequence that stay beyond a window under a policy, so that draft tokens can be taken back; n_slack
+    in the runtime's llama-memory-hwkv.cpp."""
+    shared = unified and n_seq_max > 1
+    return DRAFT_SLACK if shared or n_ubatch < DRAFT_SLACK * n_seq_max else 0
 
 
 def row_bytes(cache_type, n):
