@@ -368,7 +368,7 @@ struct hwkv_json_reader {
     }
 };
 
-hwkv_json hwkv_parse_json(const std::string & text, const std::string & source) {
+hwkv_json hwkv_parse_json(const std::string & text, const std::string & source, size_t max_depth) {
     if (text.size() > HWKV_MAX_BYTES) {
         hwkv_fail(source, format("not a policy: it has %zu bytes, at most %zu expected", text.size(), HWKV_MAX_BYTES));
     }
@@ -387,8 +387,8 @@ hwkv_json hwkv_parse_json(const std::string & text, const std::string & source) 
     const auto callback = [&](int depth, hwkv_json::parse_event_t event, hwkv_json & parsed) {
         using event_t = hwkv_json::parse_event_t;
 
-        if ((event == event_t::object_start || event == event_t::array_start) && (size_t) depth >= HWKV_MAX_DEPTH) {
-            hwkv_fail(source, format("its JSON is nested too deeply: at most %zu levels expected", HWKV_MAX_DEPTH));
+        if ((event == event_t::object_start || event == event_t::array_start) && (size_t) depth >= max_depth) {
+            hwkv_fail(source, format("its JSON is nested too deeply: at most %zu levels expected", max_depth));
         }
 
         if (event == event_t::object_start) {
@@ -451,7 +451,7 @@ llama_hwkv_policy_ptr llama_hwkv_policy_from_json(const std::string & text, cons
 
     res->source = llama_hwkv_printable(source);
 
-    const hwkv_json doc = hwkv_parse_json(text, res->source);
+    const hwkv_json doc = hwkv_parse_json(text, res->source, HWKV_MAX_DEPTH);
 
     const hwkv_json_reader r{ res->source };
 
@@ -544,7 +544,7 @@ static hwkv_json hwkv_gguf_integers(const gguf_context * ctx,
     const int64_t id = gguf_find_key(ctx, key);
 
     if (id < 0) {
-        hwkv_fail(source, format("key '%s' is missing, %s expected", key, expected));
+        hwkv_fail(source, format("key '%s' is missing", key));
     }
 
     const bool      is_array = gguf_get_kv_type(ctx, id) == GGUF_TYPE_ARRAY;
@@ -611,7 +611,8 @@ static hwkv_json hwkv_gguf_object(const gguf_context * ctx, const char * key, co
 
     const std::string where = source + format(": key '%s'", key);
 
-    hwkv_json res = hwkv_parse_json(gguf_get_val_str(ctx, id), where);
+    // in a policy file it stands one level deeper
+    hwkv_json res = hwkv_parse_json(gguf_get_val_str(ctx, id), where, HWKV_MAX_DEPTH - 1);
 
     if (!res.is_object() && !res.is_null()) {
         hwkv_fail(where, "holds " + hwkv_shown(res) + ", a JSON object expected");
