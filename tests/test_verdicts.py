@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import subprocess
 import time
 
@@ -161,6 +162,10 @@ def test_names_of_files_are_escaped(runtime, tmp_path):
         with pytest.raises((HwkvError, HwkvErrorOfRuntime)) as caught:
             read(os.fsdecode(path))
         assert str(caught.value).isprintable()
+    deep = tmp_path / "/".join(["d" * 200] * 10) / "p.json"
+    with pytest.raises(HwkvErrorOfRuntime, match=r"^\.\.\.d+/p\.json: cannot open the policy file$") as caught:
+        runtime(deep)
+    assert len(str(caught.value)) < MAX_MESSAGE
     japanese = tmp_path / "日本 é.json"
     assert_refused(runtime, japanese, "cannot open")
     assert_refused(Policy.load, japanese, "cannot read")
@@ -187,8 +192,8 @@ def test_the_schema_says_what_the_table_says():
             continue  # not for the schema to say
         if words is not None and (" is 1.0," in words or ".0, " in words or "a second time" in words):
             continue  # a number of value 1 is an integer for JSON schema; that layers differ it cannot say
-        if "not a policy" in (words or ""):
-            continue
+        if "not a policy" in (words or "") or name == "fingerprint with a line end":
+            continue  # Python's $ takes the line end, that of JSON schema does not
         assert validator.is_valid(data) == (words is None), name
         n += 1
     assert n > 60
@@ -236,7 +241,7 @@ def test_a_model_with_such_keys(runtime, mini_hybrid, tmp_path, keys, words):
         assert code == 0 and f"hwkv policy {embed.read_policy(path).fingerprint(8)} from embedded hwkv policy" in said
     else:
         assert code != 0 and words in said
-        with pytest.raises(HwkvError, match=words.split(" is ")[1]):
+        with pytest.raises(HwkvError, match=re.escape(words)):
             embed.read_policy(path)
         assert complete(path, "--hwkv-policy", "off")[0] == 0
 

@@ -64,8 +64,14 @@ static std::string hwkv_clip(const std::string & text) {
     return llama_hwkv_printable(text, 60);
 }
 
+// source is printable; of a long path the end tells more
 [[noreturn]] static void hwkv_fail(const std::string & source, const std::string & what) {
-    throw std::runtime_error(source + ": " + llama_hwkv_printable(what, 400));
+    static constexpr size_t N_MAX = 300;
+
+    const std::string where =
+        source.size() <= N_MAX ? source : "..." + llama_hwkv_printable(source.substr(source.size() - N_MAX));
+
+    throw std::runtime_error(where + ": " + llama_hwkv_printable(what, 400));
 }
 
 //
@@ -671,9 +677,12 @@ static llama_hwkv_policy_ptr hwkv_policy_from_gguf(const gguf_context * ctx, con
         std::vector<int32_t> row;
 
         for (const size_t end = iw + counts[i].get<size_t>(); iw < end; ++iw) {
-            row.push_back(windows[iw] == LLAMA_HWKV_FULL ? LLAMA_HWKV_FULL :
-                                                           r.integer(windows[iw], format("hwkv.windows[%zu]", iw), 1,
-                                                                     HWKV_MAX_INTEGER, window_expected));
+            // for the library 2^64 - 1 equals -1
+            const bool full = !windows[iw].is_number_unsigned() && windows[iw] == LLAMA_HWKV_FULL;
+
+            row.push_back(
+                full ? LLAMA_HWKV_FULL :
+                       r.integer(windows[iw], format("hwkv.windows[%zu]", iw), 1, HWKV_MAX_INTEGER, window_expected));
         }
 
         if (!res->rows.emplace(il, std::move(row)).second) {
