@@ -1,6 +1,7 @@
 """Two readers of policies, Python's and the runtime's, and one table of what they must say."""
 
 import ctypes
+import json
 import os
 import re
 import subprocess
@@ -197,6 +198,14 @@ def test_the_schema_says_what_the_table_says():
         assert validator.is_valid(data) == (words is None), name
         n += 1
     assert n > 60
+
+
+def test_the_schema_is_printed(hwkv):
+    code, out, _ = hwkv("policy", "schema")
+    printed = json.loads(out)
+    assert code == 0 and printed == schema(format_.PolicyFile)
+    assert list(printed["properties"]) == ["format", "version", "model", "n_sink", "layers", "provenance"]
+    assert printed["required"] == ["format", "version", "layers"] and printed["additionalProperties"] is False
 
 
 # the real programs
