@@ -164,7 +164,7 @@ def test_names_of_files_are_escaped(runtime, tmp_path):
             read(os.fsdecode(path))
         assert str(caught.value).isprintable()
     deep = tmp_path / "/".join(["d" * 200] * 10) / "p.json"
-    with pytest.raises(HwkvErrorOfRuntime, match=r"^\.\.\.d+/p\.json: cannot open the policy file$") as caught:
+    with pytest.raises(HwkvErrorOfRuntime, match=r"^\.\.\.[d/]+/p\.json: cannot open the policy file$") as caught:
         runtime(deep)
     assert len(str(caught.value)) < MAX_MESSAGE
     japanese = tmp_path / "日本 é.json"

@@ -244,13 +244,9 @@ int32_t llama_hwkv_layer_kv(const llama_context * ctx,
                             float *               k,
                             float *               v) {
     return hwkv_try_or(__func__, (int32_t) -1, [&] {
-        const auto * mem = hwkv_memory(ctx);
+        hwkv_layerwise(ctx);  // only for calibration the cache has a group for each KV head
 
-        if (!mem) {
-            throw std::runtime_error("the context keeps no grouped cache");
-        }
-
-        return mem->read_head(layer, head_kv, seq_id, n_pos, k, v) ? 0 : -1;
+        return hwkv_memory(ctx)->read_head(layer, head_kv, seq_id, n_pos, k, v) ? 0 : -1;
     });
 }
 
