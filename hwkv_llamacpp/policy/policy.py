@@ -133,7 +133,7 @@ class Policy:
 
     # JSON
 
-    def to_file(self):
+    def to_file(self) -> PolicyFile:
         """The content of its file, as the format defines it."""
         layers = [{"layer": il, "windows": [FULL if w is None else w for w in row]} for il, row in self.layers.items()]
         return PolicyFile(
@@ -145,7 +145,7 @@ class Policy:
             provenance=self.provenance,
         )
 
-    def to_json(self):
+    def to_json(self) -> str:
         """The canonical text: fixed order of keys, one layer per line, a newline at the end."""
         lines = []
         for key, value in self.to_file():
@@ -258,7 +258,7 @@ class Policy:
         return f"{self.fingerprint(geometry.n_layer)}: {spread}, n_sink {self.n_sink}"
 
 
-def check_size(n_bytes, source, shown=None):
+def check_size(n_bytes: int, source: object, shown: object = None) -> None:
     """HwkvError if a policy's JSON is larger than any can be: it is not parsed then."""
     if n_bytes > MAX_FILE_BYTES:
         raise HwkvError(f"{source}: not a policy: it has {shown or n_bytes} bytes, at most {MAX_FILE_BYTES} expected")
