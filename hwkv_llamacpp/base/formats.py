@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from ..errors import HwkvError
 
@@ -97,8 +97,8 @@ def parse(kind: Any, data: Any, source: object, name: Callable[[tuple], str] | N
 
 def fault(where: tuple[str | int, ...], what: str) -> ValidationError:
     """A ValidationError, for validators that look at more than one value. `what` follows the name of the place."""
-    error = {"type": PydanticCustomError("fault", "{what}", {"what": what}), "loc": where, "input": None}
-    return ValidationError.from_exception_data("fault", [error])
+    kind = PydanticCustomError("fault", "{what}", {"what": what})
+    return ValidationError.from_exception_data("fault", [InitErrorDetails(type=kind, loc=where, input=None)])
 
 
 def schema(kind: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from gguf.constants import GGUFValueType
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 from tqdm import tqdm
 
 from ..base.atomic import check_target, replacing
@@ -150,11 +150,13 @@ WindowNumber = Annotated[Tokens | Literal[-1], Field(description=f"{FULL_WINDOW}
 class PolicyKeys(BaseModel):
     """The keys that hold numbers."""
 
-    version: Version = Field(alias=KEY_VERSION)
-    n_sink: Number = Field(0, alias=KEY_N_SINK)
-    layers: list[Number] = Field(alias=KEY_LAYERS)
-    head_counts: list[Annotated[int, Field(strict=True, ge=1, le=MAX_ENTRIES)]] = Field(alias=KEY_HEAD_COUNTS)
-    windows: list[WindowNumber] = Field(alias=KEY_WINDOWS)
+    model_config = ConfigDict(alias_generator=lambda name: PREFIX + name)
+
+    version: Version
+    n_sink: Number = 0
+    layers: list[Number]
+    head_counts: list[Annotated[int, Field(strict=True, ge=1, le=MAX_ENTRIES)]]
+    windows: list[WindowNumber]
 
 
 def _encode(policy, geometry):
@@ -186,11 +188,12 @@ def _decode(file):
             f"{file.path}: key '{KEY_HEAD_COUNTS}' has {len(counts)} counts that sum to {sum(counts)},"
             f" {len(layers)} that sum to {len(windows)} expected"
         )
-    rows, pos = {}, 0
+    rows: dict[int, tuple[int | None, ...]] = {}
+    pos = 0
     for i, (il, n) in enumerate(zip(layers, counts)):
         if il in rows:
             raise HwkvError(f"{file.path}: key '{KEY_LAYERS}[{i}]' lists layer {il} a second time")
-        rows[il] = [None if w == FULL_WINDOW else w for w in windows[pos : pos + n]]
+        rows[il] = tuple(None if w == FULL_WINDOW else w for w in windows[pos : pos + n])
         pos += n
     model = _read_object(file, KEY_MODEL)
     if model is not None:

@@ -8,11 +8,12 @@ every earlier position. Layers that a policy does not list are full.
 import operator
 import os
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, with_config
 from typing_extensions import TypedDict
 
 from ..base.atomic import replacing
@@ -26,7 +27,7 @@ MAX_WINDOW = 2**31 - 1  # windows are int32 in a GGUF
 MAX_FILE_BYTES = 2**20  # of a policy's JSON: some times what the largest model takes; the C++ reader has the same limit
 
 # first bytes of a kind of file that carries policies -> a call that reads the one in a file; gguf/embed.py adds its own
-CARRIERS = {}
+CARRIERS: dict[bytes, Callable[[Path], "Policy"]] = {}
 
 # The policy file. This is the one definition of the format in Python; tests hold the C++ reader against it.
 
@@ -37,10 +38,9 @@ Window = Annotated[Tokens | Literal["full"], Field(description=f'"{FULL}" or 1 t
 Text = Annotated[str, Field(strict=True)]
 
 
+@with_config(ConfigDict(extra="forbid"))
 class PolicyModel(TypedDict, total=False):
     """The model that a policy was made for. Tools compare all but the name, the runtime architecture and n_layer."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
 
     architecture: Annotated[Text, Field(min_length=1, description="a text that is not empty")]
     name: Text
@@ -48,10 +48,9 @@ class PolicyModel(TypedDict, total=False):
     fingerprint: Annotated[Text, Field(pattern="^[0-9a-f]{1,64}$", description="1 to 64 hex digits")]
 
 
+@with_config(ConfigDict(extra="forbid"))
 class PolicyLayer(TypedDict):
     """A layer and the windows of its KV heads."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
 
     layer: Number
     windows: Annotated[list[Window], Field(min_length=1, description="a list of one window per KV head")]
@@ -124,26 +123,29 @@ class Policy:
                 case _:
                     return place[0]
 
-        data = {"layers": layers, "n_sink": _integer(self.n_sink), "model": self.model, "provenance": self.provenance}
-        file = parse(PolicyFile, {"format": FORMAT, "version": VERSION, **data}, "policy", name)
+        file = self._file(layers, name)
         rows = {x["layer"]: tuple(None if w == FULL else w for w in x["windows"]) for x in file.layers}
         object.__setattr__(self, "layers", dict(sorted(rows.items())))
         object.__setattr__(self, "n_sink", file.n_sink)
         object.__setattr__(self, "model", file.model)
+
+    def _file(self, layers, name=None):
+        data = {
+            "format": FORMAT,
+            "version": VERSION,
+            "model": self.model,
+            "n_sink": _integer(self.n_sink),
+            "layers": layers,
+            "provenance": self.provenance,
+        }
+        return parse(PolicyFile, data, "policy", name)
 
     # JSON
 
     def to_file(self) -> PolicyFile:
         """The content of its file, as the format defines it."""
         layers = [{"layer": il, "windows": [FULL if w is None else w for w in row]} for il, row in self.layers.items()]
-        return PolicyFile(
-            format=FORMAT,
-            version=VERSION,
-            model=self.model,
-            n_sink=self.n_sink,
-            layers=layers,
-            provenance=self.provenance,
-        )
+        return self._file(layers)
 
     def to_json(self) -> str:
         """The canonical text: fixed order of keys, one layer per line, a newline at the end."""
