@@ -536,22 +536,19 @@ def test_truncated_and_big_endian(model, policy, tmp_path):
 
 DAMAGED_KEYS = [
     ({"hwkv.version": 2}, "key 'hwkv.version' is 2, 1 expected"),
-    ({"hwkv.version": "1"}, "key 'hwkv.version' is of another type, an integer expected"),
-    ({"hwkv.n_sink": -1.5}, "key 'hwkv.n_sink' is of another type, an integer expected"),
-    ({"hwkv.layers": ...}, "key 'hwkv.layers' is missing, integers expected"),
-    ({"hwkv.windows": [0.5] * 4}, "key 'hwkv.windows' is of another type, integers expected"),
-    ({"hwkv.layers": [0, 0]}, "key 'hwkv.layers' lists a layer twice"),
+    ({"hwkv.version": "1"}, "key 'hwkv.version' is \"1\", 1 expected"),
+    ({"hwkv.n_sink": -1.5}, "key 'hwkv.n_sink' is -1.5, an integer from 0 to 2147483647 expected"),
+    ({"hwkv.layers": ...}, "key 'hwkv.layers' is missing"),
+    ({"hwkv.windows": [0.5] * 4}, "key 'hwkv.windows[0]' is 0.5, -1 for full or 1 to 2147483647 tokens expected"),
+    ({"hwkv.layers": [0, 0]}, "key 'hwkv.layers[1]' lists layer 0 a second time"),
     ({"hwkv.head_counts": [2, 3]}, "key 'hwkv.head_counts' has 2 counts that sum to 5, 2 that sum to 4 expected"),
     ({"hwkv.head_counts": [4]}, "key 'hwkv.head_counts' has 1 counts that sum to 4, 2 that sum to 4 expected"),
-    (
-        {"hwkv.windows": [1, 0, 1, 1]},
-        'embedded policy: window 1 of layer 0 is 0, "full" or 1 to 2147483647 tokens expected',
-    ),
+    ({"hwkv.windows": [1, 0, 1, 1]}, "key 'hwkv.windows[1]' is 0, -1 for full or 1 to 2147483647 tokens expected"),
     (
         {"hwkv.windows": ([1, -2, 1, 1], GGUFValueType.ARRAY, GGUFValueType.INT32)},
-        'embedded policy: window 1 of layer 0 is -2, "full" or 1 to 2147483647 tokens expected',
+        "key 'hwkv.windows[1]' is -2, -1 for full or 1 to 2147483647 tokens expected",
     ),
-    ({"hwkv.head_counts": [4, 0]}, "key 'hwkv.head_counts' holds 0, at least 1 expected"),
+    ({"hwkv.head_counts": [4, 0]}, "key 'hwkv.head_counts[1]' is 0, an integer from 1 to 65536 expected"),
     (
         {"hwkv.model": "{"},
         "key 'hwkv.model': not JSON: Expecting property name enclosed in double quotes at line 1 column 2",
@@ -562,9 +559,12 @@ DAMAGED_KEYS = [
         {"hwkv.provenance": '{"x": "\\ud800"}'},
         "key 'hwkv.provenance': not JSON: it has a text with half a surrogate pair",
     ),
-    ({"hwkv.provenance": "[" * 200_000}, "key 'hwkv.provenance': its JSON is nested too deeply"),
+    (
+        {"hwkv.provenance": "[" * 200_000},
+        "key 'hwkv.provenance': its JSON is nested too deeply: at most 63 levels expected",
+    ),
     ({"split.count": "two"}, "key 'split.count' is 'two', a number expected"),
-    ({"hwkv.provenance": "[]"}, "embedded policy: provenance is [], a dict expected"),
+    ({"hwkv.provenance": "[]"}, "key 'hwkv.provenance': holds [], a JSON object expected"),
 ]
 
 

@@ -40,7 +40,7 @@ def bind(lib):
     for name, result in (("restore", i32), ("drop", None)):
         function = getattr(lib, f"llama_hwkv_layer_{name}")
         function.argtypes, function.restype = [pointer, i32], result
-    lib.llama_hwkv_layer_windows.restype = lib.llama_hwkv_layer_samples.restype = None
+    lib.llama_hwkv_layer_windows.restype = lib.llama_hwkv_layer_samples.restype = i32
 
 
 class Layerwise:
@@ -74,7 +74,8 @@ class Layerwise:
             raise
         at = np.concatenate([np.full(len(p), i, dtype=np.int32) for i, p in enumerate(self.samples)])
         positions = np.concatenate(self.samples)
-        self._lib.llama_hwkv_layer_samples(self._ctx, at.ctypes.data, positions.ctypes.data, len(at))
+        if self._lib.llama_hwkv_layer_samples(self._ctx, at.ctypes.data, positions.ctypes.data, len(at)) != 0:
+            raise HwkvError("the sampled positions cannot be set")
 
     @property
     def _ctx(self):
@@ -120,7 +121,8 @@ class Layerwise:
     def set_windows(self, layer, row, n_sink=0):
         """Windows of a layer's KV heads, None for full, for the runs that start at it."""
         windows = np.array([-1 if w is None else w for w in row], dtype=np.int32)
-        self._lib.llama_hwkv_layer_windows(self._ctx, layer, n_sink, windows.ctypes.data, len(windows))
+        if self._lib.llama_hwkv_layer_windows(self._ctx, layer, n_sink, windows.ctypes.data, len(windows)) != 0:
+            raise HwkvError(f"the windows of layer {layer} cannot be set")
 
     def queries(self, layer):
         """Q of the Layer that the last run ended at, as its attention sees it: a list of [n_query, n_head, head_dim_k],

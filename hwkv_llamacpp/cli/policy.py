@@ -1,13 +1,15 @@
-"""`hwkv policy make|show|check`: policies by hand and baselines; a policy as a table and as a picture; does it fit."""
+"""`hwkv policy make|show|check|schema`: policies by hand and baselines; as a table; does it fit; the file format."""
 
+import json
 from pathlib import Path
 
 from ..base import options
+from ..base.formats import schema
 from ..base.names import clip, escaped
 from ..baselines.baseline import baselines
 from ..gguf.geometry import ModelGeometry
 from ..policy.footprint import predict
-from ..policy.policy import Policy
+from ..policy.policy import Policy, PolicyFile
 from . import output
 from .arguments import HelpFormatter, check_order, force_flag, json_flag, output_flag
 
@@ -69,6 +71,16 @@ def add_arguments(parser):
         help="context to predict KV bytes for, with F16 K and V and one sequence (default: the trained one)",
     )
     json_flag(check)
+
+    text = "the JSON schema of policy files"
+    form = commands.add_parser("schema", help=text, formatter_class=HelpFormatter)
+    form.description = f"Prints {text}, for editors and validators. No layer may be listed twice: that it cannot say."
+    form.epilog = "example:\n  hwkv policy schema > hwkv-policy.schema.json"
+    form.set_defaults(run=run_schema)
+
+
+def run_schema(args):
+    print(json.dumps(schema(PolicyFile), indent=2))
 
 
 def run_make(args):

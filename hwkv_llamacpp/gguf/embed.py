@@ -10,17 +10,21 @@ import os
 import struct
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Annotated, Literal
 
 from gguf.constants import GGUFValueType
+from pydantic import BaseModel, ConfigDict, Field
 from tqdm import tqdm
 
 from ..base.atomic import check_target, replacing_together
+from ..base.formats import MAX_DEPTH, parse, parse_json, show, to_line
 from ..errors import HwkvError
-from ..policy.policy import CARRIERS, Policy, parse_json, to_line
+from ..policy.policy import CARRIERS, MAX_WINDOW, VERSION, Number, Policy, PolicyModel, Tokens, Version, check_size
 from .file import MAGIC, SHARD_NAME, GGUFFile, open_first_shard, shard_name
 from .geometry import ModelGeometry
 
-# The same names stand in native/src/llama-hwkv-policy.cpp; a test compares them.
+# The same names stand in native/src/llama-hwkv-policy.cpp; a test compares them. We write the types that are named
+# here. Readers take integers of any type: other writers of GGUF choose the type that they like.
 PREFIX = "hwkv."
 KEY_VERSION = "hwkv.version"  # u32
 KEY_N_SINK = "hwkv.n_sink"  # u32
@@ -31,8 +35,10 @@ KEY_SUMMARY = "hwkv.summary"  # string, for people
 KEY_MODEL = "hwkv.model"  # string, JSON; optional
 KEY_PROVENANCE = "hwkv.provenance"  # string, JSON; optional
 
-VERSION = 1
+KEYS = (KEY_VERSION, KEY_N_SINK, KEY_LAYERS, KEY_HEAD_COUNTS, KEY_WINDOWS, KEY_SUMMARY, KEY_MODEL, KEY_PROVENANCE)
+
 FULL_WINDOW = -1
+MAX_ENTRIES = 65536  # of an array; the C++ reader has the same limit
 CHUNK_BYTES = 64 * 2**20
 PROGRESS_BYTES = 512 * 2**20  # files below are copied too fast for a progress bar
 
@@ -124,11 +130,25 @@ def chosen_policy(model, choice=None):
 
 
 def has_policy(file):
-    """True if an open GGUFFile has hwkv.* keys."""
-    return KEY_VERSION in file.fields or KEY_WINDOWS in file.fields
+    """True if an open GGUFFile has a key of a policy: without the others it is a damaged one."""
+    return any(key in file.fields for key in KEYS)
 
 
 # hwkv.* keys
+
+WindowNumber = Annotated[Tokens | Literal[-1], Field(description=f"{FULL_WINDOW} for full or 1 to {MAX_WINDOW} tokens")]
+
+
+class PolicyKeys(BaseModel):
+    """The keys that hold numbers."""
+
+    model_config = ConfigDict(alias_generator=lambda name: PREFIX + name)
+
+    version: Version
+    n_sink: Number = 0
+    layers: list[Number]
+    head_counts: list[Annotated[int, Field(strict=True, ge=1, le=MAX_ENTRIES)]]
+    windows: list[WindowNumber]
 
 
 def _encode(policy, geometry):
@@ -144,59 +164,65 @@ def _encode(policy, geometry):
         _text(KEY_SUMMARY, policy.summary(geometry)),
     ]
     if policy.model is not None:
-        keys.append(_text(KEY_MODEL, to_line(policy.model)))
+        keys.append(_object(KEY_MODEL, policy.model))
     if policy.provenance is not None:
-        keys.append(_text(KEY_PROVENANCE, to_line(policy.provenance)))
+        keys.append(_object(KEY_PROVENANCE, policy.provenance))
     return keys
 
 
 def _decode(file):
     if not has_policy(file):
         return None
-    version = _read(file, KEY_VERSION, int)
-    if version != VERSION:
-        raise HwkvError(f"{file.path}: key '{KEY_VERSION}' is {version}, {VERSION} expected")
-    layers, counts, windows = (_read(file, key, list) for key in (KEY_LAYERS, KEY_HEAD_COUNTS, KEY_WINDOWS))
+    numbers = parse(PolicyKeys, _numbers(file), file.path)
+    layers, counts, windows = numbers.layers, numbers.head_counts, numbers.windows
     if len(counts) != len(layers) or sum(counts) != len(windows):
         raise HwkvError(
             f"{file.path}: key '{KEY_HEAD_COUNTS}' has {len(counts)} counts that sum to {sum(counts)},"
             f" {len(layers)} that sum to {len(windows)} expected"
         )
-    if any(n < 1 for n in counts):
-        raise HwkvError(f"{file.path}: key '{KEY_HEAD_COUNTS}' holds {min(counts)}, at least 1 expected")
-    if len(set(layers)) != len(layers):
-        raise HwkvError(f"{file.path}: key '{KEY_LAYERS}' lists a layer twice")
-    n_sink = _read(file, KEY_N_SINK, int) if KEY_N_SINK in file.fields else 0
-    model, provenance = _read_json(file, KEY_MODEL), _read_json(file, KEY_PROVENANCE)
-    rows, pos = {}, 0
-    for il, n in zip(layers, counts):
-        # 0 is no window: Policy refuses it, as it refuses what lies below -1
+    rows: dict[int, tuple[int | None, ...]] = {}
+    pos = 0
+    for i, (il, n) in enumerate(zip(layers, counts)):
+        if il in rows:
+            raise HwkvError(f"{file.path}: key '{KEY_LAYERS}[{i}]' lists layer {il} a second time")
         rows[il] = tuple(None if w == FULL_WINDOW else w for w in windows[pos : pos + n])
         pos += n
-    try:
-        return Policy(rows, n_sink, model, provenance)
-    except HwkvError as error:
-        raise HwkvError(f"{file.path}: embedded {error}") from None
+    model = _read_object(file, KEY_MODEL)
+    if model is not None:
+        model = parse(PolicyModel, model, f"{file.path}: key '{KEY_MODEL}'")
+    return Policy(rows, numbers.n_sink, model, _read_object(file, KEY_PROVENANCE))
 
 
-def _read(file, key, type_):
-    value = file.get(key)
-    items = value if isinstance(value, list) else [value]
-    if not isinstance(value, type_) or not all(type(x) is int for x in items):
-        raise HwkvError(
-            f"{file.path}: key '{key}' is {'missing' if value is None else 'of another type'},"
-            f" {'integers' if type_ is list else 'an integer'} expected"
-        )
-    return value
+def _numbers(file):
+    """{key: value} of the keys that are there."""
+    values = {}
+    for key in (KEY_VERSION, KEY_N_SINK, KEY_LAYERS, KEY_HEAD_COUNTS, KEY_WINDOWS):
+        if key in file.fields:
+            length = file.fields[key].length
+            if length > MAX_ENTRIES:
+                raise HwkvError(f"{file.path}: key '{key}' has {length} entries, at most {MAX_ENTRIES} expected")
+            values[key] = file.get(key)
+    return values
 
 
-def _read_json(file, key):
-    value = file.get(key)
-    if value is None:
+def _read_object(file, key):
+    """The JSON object that is the text of a key, or None."""
+    field = file.fields.get(key)
+    if field is None:
         return None
-    if not isinstance(value, str):
-        raise HwkvError(f"{file.path}: key '{key}' is of another type, a string expected")
-    return parse_json(value, f"{file.path}: key '{key}'")
+    source = f"{file.path}: key '{key}'"
+    if field.type != GGUFValueType.STRING:
+        raise HwkvError(f"{source} is of another type, a string expected")
+    data = file.raw(field.value + 8, field.end).split(b"\0")[0]  # llama.cpp's reader ends a text at its first NUL, too
+    check_size(len(data), source)
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise HwkvError(f"{source}: not JSON: byte {error.start} is not UTF-8 text") from None
+    value = parse_json(text, source, MAX_DEPTH - 1)  # in a policy file it stands one level deeper
+    if value is not None and not isinstance(value, dict):
+        raise HwkvError(f"{source}: holds {show(value)}, a JSON object expected")
+    return value
 
 
 def _scalar(key, value):
@@ -205,6 +231,12 @@ def _scalar(key, value):
 
 def _array(key, values):
     return _key(key, GGUFValueType.ARRAY) + struct.pack(f"<IQ{len(values)}i", GGUFValueType.INT32, len(values), *values)
+
+
+def _object(key, value):
+    text = to_line(value)
+    check_size(len(text.encode()), f"policy: key '{key}'")
+    return _text(key, text)
 
 
 def _text(key, value):
@@ -296,7 +328,8 @@ def _target_paths(path, n_shards):
     match = SHARD_NAME.match(path.name)
     if match and (int(match["no"]) != 1 or int(match["count"]) != n_shards):
         raise HwkvError(
-            f"{path}: the model has {n_shards} shards: give a name that ends in -00001-of-{n_shards:05d}.gguf, or a prefix"
+            f"{path}: the model has {n_shards} shards: give a name that ends in -00001-of-{n_shards:05d}.gguf,"
+            " or a prefix"
         )
     prefix = match["prefix"] if match else path.name.removesuffix(".gguf")
     return [path.with_name(shard_name(prefix, no, n_shards)) for no in range(n_shards)]

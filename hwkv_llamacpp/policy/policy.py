@@ -5,27 +5,83 @@ j <= p and (p - j < w or j < n_sink): a window counts the token itself. None is 
 every earlier position. Layers that a policy does not list are full.
 """
 
-import json
 import operator
-import re
+import os
+import stat
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, with_config
+from typing_extensions import TypedDict
 
 from ..base.atomic import replacing
+from ..base.formats import MAX_DEPTH, depth, fault, parse, parse_json, show, to_line
 from ..errors import HwkvError
 
 FORMAT = "hwkv-policy"
 VERSION = 1
 FULL = "full"  # None in Python, -1 in a GGUF
 MAX_WINDOW = 2**31 - 1  # windows are int32 in a GGUF
-MAX_FILE_BYTES = 64 * 2**20  # far above any policy; keeps a wrong file from being read into memory
+MAX_FILE_BYTES = 2**20  # of a policy's JSON: some times what the largest model takes; the C++ reader has the same limit
 
 # first bytes of a kind of file that carries policies -> a call that reads the one in a file; gguf/embed.py adds its own
-CARRIERS = {}
+CARRIERS: dict[bytes, Callable[[Path], "Policy"]] = {}
 
-TOP_KEYS = ("format", "version", "model", "n_sink", "layers", "provenance")
-MODEL_KEYS = {"architecture": str, "name": str, "n_layer": int, "fingerprint": str}
-LAYER_KEYS = ("layer", "windows")
+# The policy file. This is the one definition of the format in Python; tests hold the C++ reader against it.
+
+Version = Annotated[int, Field(strict=True, ge=VERSION, le=VERSION)]
+Number = Annotated[int, Field(strict=True, ge=0, le=MAX_WINDOW)]
+Tokens = Annotated[int, Field(strict=True, ge=1, le=MAX_WINDOW)]
+Window = Annotated[Tokens | Literal["full"], Field(description=f'"{FULL}" or 1 to {MAX_WINDOW} tokens')]
+Text = Annotated[str, Field(strict=True)]
+
+
+@with_config(ConfigDict(extra="forbid"))
+class PolicyModel(TypedDict, total=False):
+    """The model that a policy was made for. Tools compare all but the name, the runtime architecture and n_layer."""
+
+    architecture: Annotated[Text, Field(min_length=1, description="a text that is not empty")]
+    name: Text
+    n_layer: Number
+    fingerprint: Annotated[Text, Field(pattern="^[0-9a-f]{1,64}$", description="1 to 64 hex digits")]
+
+
+@with_config(ConfigDict(extra="forbid"))
+class PolicyLayer(TypedDict):
+    """A layer and the windows of its KV heads."""
+
+    layer: Number
+    windows: Annotated[list[Window], Field(min_length=1, description="a list of one window per KV head")]
+
+
+def _each_once(layers):
+    seen = set()
+    for i, entry in enumerate(layers):
+        if entry["layer"] in seen:
+            raise fault((i, "layer"), f"lists layer {entry['layer']} a second time")
+        seen.add(entry["layer"])
+    return layers
+
+
+def _not_too_deep(provenance):
+    if depth(provenance) >= MAX_DEPTH:
+        raise fault((), f"is nested too deeply: at most {MAX_DEPTH - 1} levels expected")
+    return provenance
+
+
+class PolicyFile(BaseModel):
+    """A policy: one window per KV head of each listed layer of a model. Layers that are not listed are full."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, title=FORMAT)
+
+    format: Literal["hwkv-policy"]
+    version: Version
+    model: PolicyModel | None = None
+    n_sink: Number = 0
+    layers: Annotated[list[PolicyLayer], AfterValidator(_each_once)]
+    provenance: Annotated[dict[str, Any], AfterValidator(_not_too_deep)] | None = None
 
 
 @dataclass(frozen=True)
@@ -46,79 +102,68 @@ class Policy:
     provenance: dict | None = None
 
     def __post_init__(self):
-        source = "policy"
         if not isinstance(self.layers, dict):
-            raise HwkvError(f"{source}: layers is {_show(self.layers)}, a dict of layer: windows expected")
-        layers = {}
+            raise HwkvError(f"policy: layers is {show(self.layers)}, a dict of layer: windows expected")
+        layers = []
         for il, row in self.layers.items():
-            il = _integer(source, "layer", il, 0, MAX_WINDOW)
             if isinstance(row, (str, bytes)) or not hasattr(row, "__iter__"):
-                raise HwkvError(f"{source}: windows of layer {il} is {_show(row)}, a sequence expected")
-            layers[il] = tuple(_window(source, f"window {i} of layer {il}", w) for i, w in enumerate(row))
-            if not layers[il]:
-                raise HwkvError(f"{source}: windows of layer {il} is empty, one window per KV head expected")
-        object.__setattr__(self, "layers", dict(sorted(layers.items())))
-        object.__setattr__(self, "n_sink", _integer(source, "n_sink", self.n_sink, 0, MAX_WINDOW))
-        if self.model is not None:
-            object.__setattr__(self, "model", _model(source, self.model))
-        if self.provenance is not None and not isinstance(self.provenance, dict):
-            raise HwkvError(f"{source}: provenance is {_show(self.provenance)}, a dict expected")
+                raise HwkvError(f"policy: windows of layer {show(il)} is {show(row)}, a sequence expected")
+            layers.append({"layer": _integer(il), "windows": [FULL if w is None else _integer(w) for w in row]})
+            if not layers[-1]["windows"]:
+                raise HwkvError(f"policy: windows of layer {show(il)} is empty, one window per KV head expected")
+
+        def name(place):
+            match place:
+                case ("layers", i, "windows", k):
+                    return f"window {k} of layer {layers[i]['layer']}"
+                case ("layers", _, "layer"):
+                    return "layer"
+                case ("model", key):
+                    return f"key 'model.{key}'"
+                case _:
+                    return place[0]
+
+        file = self._file(layers, name)
+        rows = {x["layer"]: tuple(None if w == FULL else w for w in x["windows"]) for x in file.layers}
+        object.__setattr__(self, "layers", dict(sorted(rows.items())))
+        object.__setattr__(self, "n_sink", file.n_sink)
+        object.__setattr__(self, "model", file.model)
+
+    def _file(self, layers, name=None):
+        data = {
+            "format": FORMAT,
+            "version": VERSION,
+            "model": self.model,
+            "n_sink": _integer(self.n_sink),
+            "layers": layers,
+            "provenance": self.provenance,
+        }
+        return parse(PolicyFile, data, "policy", name)
 
     # JSON
 
-    def to_json(self):
+    def to_file(self) -> PolicyFile:
+        """The content of its file, as the format defines it."""
+        layers = [{"layer": il, "windows": [FULL if w is None else w for w in row]} for il, row in self.layers.items()]
+        return self._file(layers)
+
+    def to_json(self) -> str:
         """The canonical text: fixed order of keys, one layer per line, a newline at the end."""
-        lines = [f'  "format": "{FORMAT}"', f'  "version": {VERSION}']
-        if self.model is not None:
-            lines.append(f'  "model": {to_line(self.model)}')
-        lines.append(f'  "n_sink": {self.n_sink}')
-        rows = [
-            to_line({"layer": il, "windows": [FULL if w is None else w for w in row]})
-            for il, row in self.layers.items()
-        ]
-        lines.append('  "layers": [' + ",".join(f"\n    {row}" for row in rows) + ("\n  ]" if rows else "]"))
-        if self.provenance is not None:
-            lines.append(f'  "provenance": {to_line(self.provenance)}')
+        lines = []
+        for key, value in self.to_file():
+            if key == "layers":
+                rows = ",".join(f"\n    {to_line(row)}" for row in value)
+                lines.append(f'  "layers": [{rows}' + ("\n  ]" if value else "]"))
+            elif value is not None:
+                lines.append(f'  "{key}": {to_line(value)}')
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
     @classmethod
     def from_json(cls, text, source="policy"):
         """Parses and checks a policy's text. `source` is the file that messages name."""
-        data = parse_json(text, source)
-        if not isinstance(data, dict):
-            raise HwkvError(f"{source}: holds {_show(data)}, a JSON object expected")
-        _known_keys(source, data, TOP_KEYS, required=("format", "version", "layers"))
-        if data["format"] != FORMAT:
-            raise HwkvError(f"{source}: key 'format' is {_show(data['format'])}, \"{FORMAT}\" expected")
-        if type(data["version"]) is not int or data["version"] != VERSION:
-            raise HwkvError(f"{source}: key 'version' is {_show(data['version'])}, {VERSION} expected")
-        model = None if data.get("model") is None else _model(source, data["model"])
-        n_sink = _integer(source, "key 'n_sink'", data.get("n_sink", 0), 0, MAX_WINDOW)
-        provenance = data.get("provenance")
-        if provenance is not None and not isinstance(provenance, dict):
-            raise HwkvError(f"{source}: key 'provenance' is {_show(provenance)}, a JSON object expected")
-        if not isinstance(data["layers"], list):
-            raise HwkvError(f"{source}: key 'layers' is {_show(data['layers'])}, a list expected")
-
-        layers = {}
-        for i, entry in enumerate(data["layers"]):
-            at = f"layers[{i}]"
-            if not isinstance(entry, dict):
-                raise HwkvError(f"{source}: key '{at}' is {_show(entry)}, a JSON object expected")
-            _known_keys(source, entry, LAYER_KEYS, required=LAYER_KEYS, inside=f"{at}.")
-            il = _integer(source, f"key '{at}.layer'", entry["layer"], 0, MAX_WINDOW)
-            if il in layers:
-                raise HwkvError(f"{source}: key '{at}.layer' lists layer {il} a second time")
-            row = entry["windows"]
-            if not isinstance(row, list) or not row:
-                raise HwkvError(
-                    f"{source}: key '{at}.windows' is {_show(row)}, a list of one window per KV head expected"
-                )
-            for k, w in enumerate(row):
-                if w is None:  # full in Python only: JSON says "full"
-                    raise _bad_window(source, f"key '{at}.windows[{k}]'", w)
-            layers[il] = tuple(_window(source, f"key '{at}.windows[{k}]'", w) for k, w in enumerate(row))
-        return cls(layers, n_sink, model, provenance)
+        check_size(len(text.encode(errors="surrogatepass")), source)
+        file = parse(PolicyFile, parse_json(text, source), source)
+        return cls({x["layer"]: x["windows"] for x in file.layers}, file.n_sink, file.model, file.provenance)
 
     @classmethod
     def load(cls, path):
@@ -126,14 +171,14 @@ class Policy:
         path = Path(path)
         try:
             with open(path, "rb") as file:
+                status = os.fstat(file.fileno())
                 data = file.read(MAX_FILE_BYTES + 1)
         except (OSError, ValueError) as error:
             raise HwkvError(f"{path}: cannot read: {getattr(error, 'strerror', None) or error}") from None
         for magic, read in CARRIERS.items():
             if data.startswith(magic):
                 return read(path)
-        if len(data) > MAX_FILE_BYTES:
-            raise HwkvError(f"{path}: not a policy: it is larger than {MAX_FILE_BYTES // 2**20} MiB")
+        check_size(len(data), path, status.st_size if stat.S_ISREG(status.st_mode) else "more")
         try:
             text = data.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -142,8 +187,10 @@ class Policy:
 
     def save(self, path, overwrite=True):
         """Writes the canonical JSON, whole or not at all."""
+        data = self.to_json().encode()
+        check_size(len(data), path)
         with replacing(path, overwrite) as file:
-            file.write(self.to_json().encode())
+            file.write(data)
 
     # meaning
 
@@ -153,8 +200,8 @@ class Policy:
         for key, actual in geometry.describe().items():
             if key != "name" and key in model and model[key] != actual:
                 raise HwkvError(
-                    f"{source}: made for another model: key 'model.{key}' is {_show(model[key])},"
-                    f" {_show(actual)} expected ({geometry.name})"
+                    f"{source}: made for another model: key 'model.{key}' is {show(model[key])},"
+                    f" {show(actual)} expected ({geometry.name})"
                 )
         if geometry.refusal and self.layers:
             raise HwkvError(
@@ -213,91 +260,15 @@ class Policy:
         return f"{self.fingerprint(geometry.n_layer)}: {spread}, n_sink {self.n_sink}"
 
 
-def to_line(value):
-    """JSON on one line, text kept readable."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+def check_size(n_bytes: int, source: object, shown: object = None) -> None:
+    """HwkvError if a policy's JSON is larger than any can be: it is not parsed then."""
+    if n_bytes > MAX_FILE_BYTES:
+        raise HwkvError(f"{source}: not a policy: it has {shown or n_bytes} bytes, at most {MAX_FILE_BYTES} expected")
 
 
-def parse_json(text, source):
-    def pairs(items):
-        result = {}
-        for key, value in items:
-            if key in result:
-                raise HwkvError(f"{source}: key '{_clip(key)}' occurs twice in one JSON object")
-            result[key] = value
-        return result
-
-    def constant(name):
-        raise HwkvError(f"{source}: not JSON: {name} is not a JSON value")
-
+def _integer(value):
+    """NumPy's integers as Python's, anything else as it is."""
     try:
-        data = json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
-        to_line(data).encode()  # a lone surrogate parses, but is no text; 1e999 parses, but is no number
-        return data
-    except json.JSONDecodeError as error:
-        raise HwkvError(f"{source}: not JSON: {error.msg} at line {error.lineno} column {error.colno}") from None
-    except RecursionError:
-        raise HwkvError(f"{source}: its JSON is nested too deeply") from None
-    except UnicodeEncodeError:
-        raise HwkvError(f"{source}: not JSON: it has a text with half a surrogate pair") from None
-    except ValueError as error:  # more digits than Python converts, or a float that is infinite
-        too_large = "digits" in str(error) or "float" in str(error)
-        raise HwkvError(f"{source}: not JSON: {'a number is too large' if too_large else error}") from None
-
-
-def _known_keys(source, data, known, required=(), inside=""):
-    for key in data:
-        if key not in known:
-            raise HwkvError(f"{source}: key '{inside}{_clip(key)}' is unknown; known are {', '.join(known)}")
-    for key in required:
-        if key not in data:
-            raise HwkvError(f"{source}: key '{inside}{key}' is missing")
-
-
-def _model(source, model):
-    if not isinstance(model, dict):
-        raise HwkvError(f"{source}: key 'model' is {_show(model)}, a JSON object expected")
-    _known_keys(source, model, tuple(MODEL_KEYS), inside="model.")
-    for key, value in model.items():
-        type_ = MODEL_KEYS[key]
-        if type_ is int:
-            _integer(source, f"key 'model.{key}'", value, 0, MAX_WINDOW)
-        elif not isinstance(value, str):
-            raise HwkvError(f"{source}: key 'model.{key}' is {_show(value)}, a text expected")
-    return {key: model[key] for key in MODEL_KEYS if key in model}
-
-
-def _window(source, what, value):
-    if value is None or isinstance(value, str) and value == FULL:
-        return None
-    try:
-        return _integer(source, what, value, 1, MAX_WINDOW)
-    except HwkvError:
-        raise _bad_window(source, what, value) from None
-
-
-def _bad_window(source, what, value):
-    return HwkvError(f'{source}: {what} is {_show(value)}, "{FULL}" or 1 to {MAX_WINDOW} tokens expected')
-
-
-def _integer(source, what, value, low, high):
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)
+        return value if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        number = None
-    if number is None or not low <= number <= high:
-        raise HwkvError(f"{source}: {what} is {_show(value)}, an integer from {low} to {high} expected")
-    return number
-
-
-def _show(value):
-    """A value as JSON shows it, clipped."""
-    try:
-        return _clip(json.dumps(value, ensure_ascii=False))
-    except (TypeError, ValueError):
-        return _clip(repr(value))
-
-
-def _clip(text):
-    text = re.sub(r"\s+", " ", text)
-    return text if len(text) <= 60 else text[:57] + "..."
+        return value

@@ -159,6 +159,8 @@ def layers(model):
 
 def _json(function, handle):
     size = function(handle, None, 0)
+    if size < 0:
+        raise HwkvError(f"{function.__name__} failed: llama.cpp's log says why.")
     text = ctypes.create_string_buffer(size + 1)
     function(handle, text, len(text))
     return json.loads(text.value)

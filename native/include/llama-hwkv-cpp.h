@@ -10,14 +10,14 @@
 
 #include <algorithm>
 #include <cstring>
-#include <map>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #define LLAMA_HWKV_OVERRIDE_KEY "hwkv.policy"
 
-// the argument of --hwkv-policy -> the value of the kv override; a file is read and checked here, once in a process
+// the argument of --hwkv-policy -> the value of the kv override; a file is read and checked here, and not again: it may be
+//   a pipe, or change while the program runs. so call it once for an argument, and keep what it returns
 // empty (an environment variable that is set to nothing): as if it were not given
 // throws std::invalid_argument with one sentence
 inline std::string llama_hwkv_policy_arg(const std::string & value) {
@@ -25,21 +25,14 @@ inline std::string llama_hwkv_policy_arg(const std::string & value) {
         return value;
     }
 
-    // it may be a pipe, or change while the program runs
-    static std::map<std::string, std::string> read;
+    char id[64];
+    char err[1024];
 
-    if (read.count(value) == 0) {
-        char id[64];
-        char err[1024];
-
-        if (llama_hwkv_register_file(value.c_str(), id, sizeof(id), err, sizeof(err)) != 0) {
-            throw std::invalid_argument(err);
-        }
-
-        read[value] = id;
+    if (llama_hwkv_register_file(value.c_str(), id, sizeof(id), err, sizeof(err)) != 0) {
+        throw std::invalid_argument(err);
     }
 
-    return read[value];
+    return id;
 }
 
 // put the override into a list that ends with an empty key (or is empty); may be called again with another value
@@ -72,7 +65,7 @@ inline void llama_hwkv_policy_override(std::vector<llama_model_kv_override> & ov
 
 // llama_hwkv_info or llama_hwkv_table as a string
 inline std::string llama_hwkv_str(int32_t (*get)(const llama_context *, char *, size_t), const llama_context * ctx) {
-    std::string res(get(ctx, nullptr, 0), '\0');
+    std::string res(std::max(0, get(ctx, nullptr, 0)), '\0');
 
     get(ctx, &res[0], res.size() + 1);
 

@@ -20,6 +20,9 @@
 extern "C" {
 #endif
 
+// No function throws. What fails without a place for a sentence says it in the log and returns what its comment names,
+// else -1, 0 or NaN.
+
 // Keep a policy for the lifetime of this process: from the text of a policy JSON, or from a file (JSON or GGUF).
 // Writes the override value "@<id>" to id. Returns 0, or -1 with one sentence in err.
 LLAMA_API int32_t llama_hwkv_register(const char * json, char * id, size_t n_id, char * err, size_t n_err);
@@ -32,14 +35,15 @@ LLAMA_API bool llama_hwkv_active(const struct llama_context * ctx);
 // The longest draft that can always be taken back. Meaningless if not active.
 LLAMA_API int32_t llama_hwkv_n_draft_max(const struct llama_context * ctx);
 
-// What the context's grouped cache holds, as JSON. Returns the length of the text like snprintf.
+// What the context's grouped cache holds, as JSON. Returns the length of the text like snprintf, or -1.
 LLAMA_API int32_t llama_hwkv_info(const struct llama_context * ctx, char * buf, size_t n);
 
 // The same as a table for people, a line each. Empty if not active.
 LLAMA_API int32_t llama_hwkv_table(const struct llama_context * ctx, char * buf, size_t n);
 
 // Contexts that are created from now on use another policy: "off", "@<id>" of a registered one, or "calibrate", which is
-// full attention with the functions below. Returns 0, or -1 with one sentence in err.
+// full attention with the functions below. Other threads may create contexts meanwhile: each has the old policy or the new
+// one. Returns 0, or -1 with one sentence in err.
 LLAMA_API int32_t llama_hwkv_select(struct llama_model * model, const char * value, char * err, size_t n_err);
 
 // Calibration. The batch is decoded in stretches from one configurable layer to a higher one, each ending where the
@@ -47,18 +51,18 @@ LLAMA_API int32_t llama_hwkv_select(struct llama_model * model, const char * val
 // stretch attends under them; every layer is computed once. Needs FlashAttention.
 
 // Windows of the KV heads of a layer (-1: full), and n_sink, for the runs that start at it. All layers that such a run
-// passes attend under them: let it end at the next configurable layer.
-LLAMA_API void llama_hwkv_layer_windows(struct llama_context * ctx,
-                                        int32_t                layer,
-                                        int32_t                n_sink,
-                                        const int32_t *        windows,
-                                        int32_t                n_windows);
+// passes attend under them: let it end at the next configurable layer. Returns 0, or -1.
+LLAMA_API int32_t llama_hwkv_layer_windows(struct llama_context * ctx,
+                                           int32_t                layer,
+                                           int32_t                n_sink,
+                                           const int32_t *        windows,
+                                           int32_t                n_windows);
 
-// The tokens whose Q and attention output are captured.
-LLAMA_API void llama_hwkv_layer_samples(struct llama_context * ctx,
-                                        const llama_seq_id *   seq_id,
-                                        const llama_pos *      pos,
-                                        int32_t                n_samples);
+// The tokens whose Q and attention output are captured. Returns 0, or -1.
+LLAMA_API int32_t llama_hwkv_layer_samples(struct llama_context * ctx,
+                                           const llama_seq_id *   seq_id,
+                                           const llama_pos *      pos,
+                                           int32_t                n_samples);
 
 // Decodes the same batch as before from the attention of one layer (-1: from the start) up to that of another (-1: to the
 // end). Its tokens must be in one llama_batch, without outputs. Returns 0, or -1 with one sentence in err.

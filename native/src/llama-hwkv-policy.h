@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -42,12 +43,12 @@ std::string llama_hwkv_refusal(const llama_model & model);
 //
 
 struct llama_hwkv_policy {
-    // where it was read from, for messages
+    // where it was read from, for messages: printable
     std::string source;
 
-    // what the policy says of its model, for files; empty and 0 if it does not
-    std::string architecture;
-    uint32_t    n_layer = 0;
+    // what the policy says of its model; empty if it does not
+    std::string             architecture;
+    std::optional<uint32_t> n_layer;
 
     // not a policy to serve: see llama_hwkv_calibrate()
     bool calibrate = false;
@@ -56,8 +57,6 @@ struct llama_hwkv_policy {
 
     // model layer -> window of each KV head, LLAMA_HWKV_FULL or positive; layers that are not listed are full
     std::map<uint32_t, std::vector<int32_t>> rows;
-
-    bool is_full() const;
 
     int32_t window(uint32_t il, uint32_t ih) const;
 
@@ -74,6 +73,10 @@ uint64_t llama_hwkv_fnv1a(const std::string & text);
 
 std::string llama_hwkv_hex(uint64_t value);
 
+// a text of a file or a user for a terminal or a log: as escapes what is not UTF-8 or not printable, and clipped with
+//   "..." if it has more than n_max characters
+std::string llama_hwkv_printable(const std::string & text, size_t n_max = SIZE_MAX);
+
 // these throw std::runtime_error with one sentence
 llama_hwkv_policy_ptr llama_hwkv_policy_from_json(const std::string & text, const std::string & source);
 llama_hwkv_policy_ptr llama_hwkv_policy_from_file(const std::string & path);
@@ -83,6 +86,10 @@ std::string llama_hwkv_policy_register(llama_hwkv_policy_ptr policy);
 
 // the policy registered as "@<id>"; throws if there is none
 llama_hwkv_policy_ptr llama_hwkv_policy_registered(const std::string & id);
+
+// the policy that new contexts of a model use, nullptr for none. one thread may set it while others create contexts
+llama_hwkv_policy_ptr llama_hwkv_policy_of(const llama_model & model);
+void                  llama_hwkv_policy_set(llama_model & model, llama_hwkv_policy_ptr policy);
 
 // the policy of a model that is being loaded, checked against it: from the kv override, else from the GGUF
 // nullptr if there is none or it is off

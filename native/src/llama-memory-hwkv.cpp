@@ -1248,7 +1248,7 @@ llama_memory_i * llama_memory_hwkv_create(const llama_model &         model,
             "--hwkv-policy off");
     }
 
-    auto policy = model.hwkv;
+    auto policy = llama_hwkv_policy_of(model);
 
     // the grouped path with full windows: a reference for tests
     const bool force = hwkv_env("LLAMA_HWKV_FORCE");
