@@ -1,21 +1,25 @@
 """hwkv bench and its parts, with a stand-in for the server: every end has its cause, nothing is left behind, a stopped
 run goes on."""
 
+import contextlib
 import dataclasses
+import http.server
 import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from hwkv_llamacpp import HwkvError, ModelGeometry
+from hwkv_llamacpp import HwkvError, ModelGeometry, Policy
 from hwkv_llamacpp.measure import boundary, ending, memory_limit, records
 from hwkv_llamacpp.measure import case as measure
 from hwkv_llamacpp.report.comparison import make_sections
+from hwkv_llamacpp.runtime.server import LlamaServer, ServerOptions
 
 STANDIN = Path(__file__).parent / "standin.py"
 POLICY = {"format": "hwkv-policy", "version": 1, "layers": [{"layer": 3, "windows": ["full", 64, 64, 64]}]}
@@ -37,21 +41,23 @@ def standin(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def policy(tmp_path):
+def policy(tmp_path, monkeypatch, mini_hybrid):
     path = tmp_path / "windows.json"
     path.write_text(json.dumps(POLICY))
+    fingerprint = Policy.load(path).fingerprint(ModelGeometry.from_gguf(mini_hybrid).n_layer)
+    monkeypatch.setenv("STANDIN_FINGERPRINT", fingerprint)
     return path
 
 
 @pytest.fixture
 def case(standin, mini_hybrid):
-    """case("oom-prefill", timeout_s=...) -> Row of the full arm at 1024 tokens."""
+    """case("oom-prefill", timeout_s=...) -> Row of an arm, the full one, at 1024 tokens."""
     geometry = ModelGeometry.from_gguf(mini_hybrid)
 
-    def run(end, **settings):
+    def run(end, arm=None, **settings):
         standin(end)
         settings = measure.Settings(mini_hybrid, n_predict=4, **{"timeout_s": 20, "start_timeout_s": 20, **settings})
-        return measure.measure("grid", measure.Arm("full"), 1024, settings, geometry)
+        return measure.measure("grid", arm or measure.Arm("full"), 1024, settings, geometry)
 
     return run
 
@@ -103,10 +109,103 @@ def test_a_hang_ends_at_the_timeout(case, end, phase, settings):
     assert row.wall_s < 15
 
 
-def test_a_taken_port_is_tried_again(case, tmp_path, monkeypatch):
-    monkeypatch.setenv("STANDIN_COUNT", str(tmp_path / "count"))
-    assert case("port").status == "ok"
-    assert (tmp_path / "count").read_text() == "2"
+# a stranger
+
+
+@pytest.fixture
+def arms(policy):
+    """One of each kind of arm."""
+    arms = [measure.Arm("upstream", upstream=True), measure.Arm("full")]
+    return {arm.name: arm for arm in (*arms, measure.Arm("windows", path=policy, policy=Policy.load(policy)))}
+
+
+@pytest.mark.parametrize("arm", ["upstream", "full", "windows"])
+@pytest.mark.parametrize("end", ["other-model", "other-policy", "other-build"])
+def test_a_server_with_another_model_policy_or_build_is_not_measured(case, arms, arm, end):
+    row = case(end, arms[arm])
+    assert (row.status, row.phase) == ("failed", "start")
+    fingerprint = arms["windows"].policy.fingerprint(8)
+    wanted = {
+        "other-model": "the server has loaded another.gguf, mini-hybrid-f16.gguf expected",
+        "other-build": f"the server is {'not the' if arm == 'upstream' else 'the'} unpatched llama-server",
+        "other-policy": {
+            "upstream": "the server is not the unpatched llama-server",
+            "full": "the server runs policy 0123456789abcdef, full KV expected",
+            "windows": f"the server runs policy 0123456789abcdef, policy {fingerprint} expected",
+        }[arm],
+    }[end]
+    assert row.cause == wanted
+    assert row.prefill_ts is row.decode_ts is row.n_prefill is None
+
+
+def test_every_arm_is_measured_by_the_server_of_its_own(case, arms):
+    assert {name: case("ok", arm).status for name, arm in arms.items()} == dict.fromkeys(arms, "ok")
+
+
+class Stranger(http.server.BaseHTTPRequestHandler):
+    """Answers 200 to everything, with speeds of its own."""
+
+    ANSWER = json.dumps({"status": "ok", "tokens": [1], "timings": {"prompt_n": 1020, "predicted_n": 4}}).encode()
+
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(self.ANSWER)))
+        self.end_headers()
+        self.wfile.write(self.ANSWER)
+        self.server.n_asked += 1
+
+    do_POST = do_GET
+
+    def log_message(self, *words):
+        pass
+
+
+@pytest.fixture
+def stranger():
+    """stranger(port) listens there from then on; 0: anywhere. Returns the server, which counts what it is asked."""
+    with contextlib.ExitStack() as stack:
+
+        def listen(port=0):
+            server = stack.enter_context(http.server.ThreadingHTTPServer(("127.0.0.1", port), Stranger))
+            server.n_asked = 0
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            stack.callback(server.shutdown)
+            return server
+
+        yield listen
+
+
+def test_a_stranger_on_the_port_is_never_asked(case, stranger, monkeypatch):
+    """A port that was free a moment ago and now is somebody else's."""
+    server = stranger()
+    monkeypatch.setattr(measure.Settings, "options", with_port(measure.Settings.options, server.server_address[1]))
+    row = case("ok")
+    assert (row.status, row.phase, row.exit_code) == ("failed", "start", 1)
+    assert "Address already in use" in row.cause
+    assert row.prefill_ts is row.decode_ts is row.n_prefill is None
+    assert server.n_asked == 0
+
+
+def test_a_stranger_that_takes_the_port_of_a_dead_server_is_not_believed(standin, stranger, mini_hybrid):
+    standin("ok")
+    with LlamaServer(ServerOptions(model=mini_hybrid, policy="off", n_ctx=512)) as server:
+        assert server.get("/props")["model_path"] == str(mini_hybrid)
+        server.process.kill()
+        server.process.wait()
+        other = stranger(server.port)
+        for ask in (
+            lambda: server.get("/props"),
+            lambda: server.post("/completion", {"prompt": "x", "n_predict": 1}),
+            lambda: list(server.stream("/completion", {"prompt": "x", "n_predict": 1})),
+        ):
+            with pytest.raises(HwkvError, match="llama-server ended on /.*: killed by SIGKILL"):
+                ask()
+        assert other.n_asked == 3  # they did answer
+
+
+def with_port(options, port):
+    """Settings.options() of servers that are told a port."""
+    return lambda *words: dataclasses.replace(options(*words), port=port)
 
 
 def test_what_a_phase_survived_is_not_its_end(tmp_path):

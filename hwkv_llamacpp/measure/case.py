@@ -169,8 +169,6 @@ class _Case:
         self.group.enter()
 
     def _launched(self, pid):
-        if self.sampler:  # a second try, after a port was taken
-            self.sampler.stop()
         self.pid = pid
         self.sampler = MemorySampler(pid, self.gpus)
 
@@ -198,8 +196,7 @@ class _Case:
 
     def _request(self):
         row, server, n_predict = self.row, self.server, self.settings.n_predict
-        if row.arm != "upstream":
-            self._props()
+        self._check_server()
         row.phase, self.phase_start = "prefill", len(server.log())
         last = None
         with self._deadline():
@@ -224,13 +221,23 @@ class _Case:
                 f"{row.n_prefill} (and {row.n_cached} from a cache) and {row.n_decode}"
             )
 
-    def _props(self):
-        """What a grouped cache holds, to the byte; asked before the prompt, which the server may not survive."""
-        row, hwkv = self.row, self.server.props().get("hwkv", {})
-        if hwkv.get("active"):
+    def _check_server(self):
+        """It has the model and the policy of this row, in every arm; what a grouped cache holds, to the byte. Asked
+        before the prompt, which the server may not survive."""
+        row, props = self.row, self.server.props()
+        if (model := props.get("model_path")) != str(self.settings.model):
+            raise HwkvError(f"the server has loaded {model}, {self.settings.model} expected")
+        hwkv = props.get("hwkv")
+        if (hwkv is None) != (row.arm == "upstream"):
+            raise HwkvError(f"the server is {'the unpatched' if hwkv is None else 'not the unpatched'} llama-server")
+        if hwkv is None:
+            return
+        # a policy whose windows cover the context is served as full KV
+        found = hwkv["fingerprint"] if hwkv["active"] else None
+        if found != row.policy_fingerprint and (found or row.retention < 1):
+            raise HwkvError(f"the server runs {_policy(found)}, {_policy(row.policy_fingerprint)} expected")
+        if hwkv["active"]:
             row.kv_bytes, row.kv_bytes_source = hwkv["kv_bytes"], "props"
-            if row.policy_fingerprint != hwkv["fingerprint"]:
-                raise HwkvError(f"the server runs policy {hwkv['fingerprint']}, {row.policy_fingerprint} expected")
 
     @contextlib.contextmanager
     def _deadline(self):
@@ -304,6 +311,10 @@ def full_policy(geometry):
 def on_gpu(row):
     """True if the row's peak is that of GPU memory."""
     return (row.peak_counts or "").startswith("gpu")
+
+
+def _policy(fingerprint):
+    return f"policy {fingerprint}" if fingerprint else "full KV"
 
 
 def _growth(row):
