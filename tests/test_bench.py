@@ -12,12 +12,15 @@ import threading
 import time
 from pathlib import Path
 
+import jsonschema
 import psutil
 import pytest
+from pydantic import ValidationError
 
 from hwkv_llamacpp import HwkvError, ModelGeometry, Policy
 from hwkv_llamacpp.measure import boundary, ending, memory_limit, records
 from hwkv_llamacpp.measure import case as measure
+from hwkv_llamacpp.measure.rows import KINDS, ServerRow
 from hwkv_llamacpp.report.comparison import make_sections
 from hwkv_llamacpp.runtime.server import LlamaServer, ServerOptions
 
@@ -278,10 +281,10 @@ def test_address_space_limit_where_there_is_no_control_group(monkeypatch):
 
 
 def test_rows_come_back_as_written(tmp_path):
-    row = records.Row(
-        "grid",
-        "full",
-        2048,
+    row = ServerRow(
+        kind="grid",
+        arm="full",
+        n_ctx=2048,
         status="ok",
         peak_bytes=5,
         kv_layers=[[3, 256, [None, 64]]],
@@ -290,8 +293,8 @@ def test_rows_come_back_as_written(tmp_path):
     )
     path = tmp_path / "deep" / "rows.jsonl"
     records.append(path, row)
-    records.append(path, dataclasses.replace(row, round=1))
-    assert records.read(path) == [row, dataclasses.replace(row, round=1)]
+    records.append(path, row.model_copy(update=dict(round=1)))
+    assert records.read(path) == [row, row.model_copy(update=dict(round=1))]
 
 
 def test_a_row_that_does_not_fit_on_the_disk_is_an_error(tmp_path):
@@ -300,10 +303,12 @@ def test_a_row_that_does_not_fit_on_the_disk_is_an_error(tmp_path):
 import resource, signal
 from hwkv_llamacpp import HwkvError
 from hwkv_llamacpp.measure import records
+from hwkv_llamacpp.measure.rows import ServerRow
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 try:
-    records.append({str(tmp_path / "rows.jsonl")!r}, records.Row("grid", "full", 2048, status="ok", cause="x" * 200))
+    row = ServerRow(kind="grid", arm="full", n_ctx=2048, status="ok", cause="x" * 200)
+    records.append({str(tmp_path / "rows.jsonl")!r}, row)
 except HwkvError as error:
     print(error)
 """
@@ -319,31 +324,86 @@ except HwkvError as error:
 )  # NULs: the power failed
 def test_a_line_cut_short_is_left_out_and_not_glued_to_the_next(tmp_path, capsys, left):
     path = tmp_path / "rows.jsonl"
-    row = records.Row("grid", "full", 2048, status="ok")
+    row = ServerRow(kind="grid", arm="full", n_ctx=2048, status="ok")
     records.append(path, row)
     path.write_bytes(path.read_bytes() + left)
-    records.append(path, dataclasses.replace(row, round=1))
+    records.append(path, row.model_copy(update=dict(round=1)))
     assert [r.round for r in records.read(path)] == [0, 1]
     assert "line 2 was cut short" in capsys.readouterr().err
+
+
+GOOD = {"kind": "grid", "arm": "full", "n_ctx": 1, "version": 1, "status": "ok"}
 
 
 @pytest.mark.parametrize(
     "line, message",
     [
-        ("[1]", "not a row of measurements"),
-        ("nonsense", "not a row of measurements"),
-        ('{"kind": "grid", "arm": "full", "n_ctx": 1, "version": 2}', "key 'version' is 2, 1 expected"),
-        ('{"kind": "grid", "arm": "full", "n_ctx": 1, "version": 1, "speed": 1}', "unknown key 'speed'"),
-        ('{"kind": "grid", "n_ctx": 1, "version": 1}', "key 'arm' is missing"),
-        ('{"kind": "grid", "arm": "full", "n_ctx": 1, "version": 1, "status": "great"}', "key 'status' is 'great'"),
+        ("[1]", "holds [1], a JSON object expected"),
+        ("nonsense", "not JSON: Expecting value at line 1 column 1"),
+        ({"version": 2}, "key 'version' is 2, 1 expected"),
+        ({"kind": "sped"}, f"key 'kind' is \"sped\", one of {', '.join(KINDS)} expected"),
+        ({"speed": 1}, "key 'speed' is unknown; known are kind, arm, round, version, date, "),
+        ({"arm": ...}, "key 'arm' is missing"),
+        ({"status": "great"}, "key 'status' is \"great\", one of ok, out of memory, timeout, failed expected"),
+        ({"n_ctx": 0}, "key 'n_ctx' is 0, an integer of 1 or more expected"),
+        ({"n_ctx": "1"}, "key 'n_ctx' is \"1\", an integer of 1 or more expected"),
+        ({"n_ctx": True}, "key 'n_ctx' is true, an integer of 1 or more expected"),
+        ({"retention": 1.5}, "key 'retention' is 1.5, a number from 0 to 1 expected"),
+        ({"step": "first"}, "key 'step' is \"first\", one of search, last success, first failure, process expected"),
+        ({"samples": [[0.1, 1], ["x", 2]]}, "key 'samples[1]' is \"x\", [seconds, bytes] expected"),
+        ({"machine": "x86_64"}, "key 'machine' is \"x86_64\", a JSON object expected"),
+        (
+            {"machine": {"system": "Linux", "n_cpus": "2"}},
+            "key 'machine.n_cpus' is \"2\", an integer of 0 or more expected",
+        ),
+        ({"kind": "needle", "n_ctx": ..., "status": ...}, "key 'retention' is missing"),
+        ({"kind": "off"}, "key 'n_ctx' is unknown; known are kind, arm, "),
     ],
 )
-def test_foreign_rows_are_refused(tmp_path, line, message):
+def test_a_broken_row_is_named_with_file_line_key_and_value(tmp_path, hwkv, line, message):
+    if isinstance(line, dict):
+        line = json.dumps({key: value for key, value in {**GOOD, **line}.items() if value is not ...})
     path = tmp_path / "rows.jsonl"
-    path.write_text(line + "\n")
-    with pytest.raises(HwkvError, match="rows.jsonl: line 1: ") as error:
-        records.read(path)
-    assert message in str(error.value)
+    path.write_text(json.dumps(GOOD) + "\n" + line + "\n")
+    code, _, err = hwkv("report", path)
+    assert code == 1 and err.count("\n") == 1
+    assert err.startswith(f"error: {path}: line 2: {message}")
+
+
+def test_a_row_takes_no_wrong_value():
+    """What could not be read again cannot be written."""
+    row = ServerRow(kind="grid", arm="full", n_ctx=2048)
+    with pytest.raises(ValidationError):
+        row.peak_bytes = "much"
+    with pytest.raises(ValidationError):
+        row.settings = {"n_predict": [64]}
+    with pytest.raises(ValidationError):
+        ServerRow(kind="speed", arm="full", n_ctx=2048)
+
+
+COMMITTED = sorted((Path(__file__).parent.parent / "bench" / "results").glob("*.jsonl"))
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_every_committed_row_fits_the_one_schema(path, tmp_path, hwkv):
+    """As this reader has it, and as another one has the JSON schema that is printed. Written again, it is the same."""
+    code, text, _ = hwkv("report", "--schema")
+    assert code == 0
+    validator = jsonschema.Draft202012Validator(json.loads(text))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = records.read(path)
+    assert len(rows) == len(lines) > 5 and {row.kind for row in rows} == {path.stem}
+    for row, line in zip(rows, lines):
+        validator.validate(line)
+        assert not validator.is_valid({**line, "model_bytes": -1}) and not validator.is_valid({**line, "more": 1})
+        assert row.date and row.model_sha256
+        records.append(tmp_path / "again.jsonl", row)
+    again = [json.loads(line) for line in (tmp_path / "again.jsonl").read_text().splitlines()]
+    assert again == lines
+
+
+def test_every_kind_of_row_has_committed_rows():
+    assert {row.kind for path in COMMITTED for row in records.read(path)} == set(KINDS)
 
 
 # the search for a boundary

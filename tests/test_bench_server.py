@@ -56,7 +56,7 @@ def test_allocated_kv_is_the_predicted_one_in_every_row(run):
     assert all(same_kv(row) for row in run)
     assert [row.kv_bytes_source for row in run if row.arm == "short"] == ["props", "props"]
     # a rule that takes anything would not notice this
-    assert not same_kv(dataclasses.replace(run[0], kv_bytes=run[0].kv_bytes + 65536))
+    assert not same_kv(run[0].model_copy(update=dict(kv_bytes=run[0].kv_bytes + 65536)))
 
 
 def test_the_predicted_peak_is_near_the_measured_one(run):

@@ -1,4 +1,4 @@
-"""One measured case: a fresh llama-server, one fixed request, its end, and the Row of it all.
+"""One measured case: a fresh llama-server, one fixed request, its end, and the ServerRow of it all.
 
 The prompt fills the context but for the tokens to generate, as token ids of the same invented text in every arm.
 Nothing is kept between cases, no prompt cache, no checkpoints; llama.cpp may not change the context or the offloading.
@@ -6,7 +6,6 @@ Nothing is kept between cases, no prompt cache, no checkpoints; llama.cpp may no
 
 import contextlib
 import ctypes
-import datetime
 import os
 import re
 import signal
@@ -20,7 +19,6 @@ import requests
 
 from ..base.names import as_text
 from ..errors import HwkvError
-from ..gguf import digest
 from ..plan import dry_run
 from ..policy.policy import Policy
 from ..runtime import native
@@ -28,13 +26,23 @@ from ..runtime.server import LlamaServer, ServerOptions
 from . import ending, machine
 from .memory_limit import memory_group
 from .prompt import prompt_tokens
-from .records import Row
+from .rows import ServerRow
 from .sampler import MemorySampler
 
 MIB = 2**20
 # nothing but the context may take memory; the log tells what each buffer takes
 FIXED_FLAGS = ("--cache-ram", "0", "--ctx-checkpoints", "0", "-lv", "4")
 N_TAIL = 12
+# llama-server's timings -> ours
+TIMINGS = {
+    "prompt_n": "n_prefill",
+    "cache_n": "n_cached",
+    "predicted_n": "n_decode",
+    "prompt_ms": "prefill_ms",
+    "predicted_ms": "decode_ms",
+    "prompt_per_second": "prefill_ts",
+    "predicted_per_second": "decode_ts",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +97,7 @@ class Settings:
 
 
 def measure(kind, arm, n_ctx, settings, geometry, *, round_=0, step=None, gpus=None, plan=None, log_path=None):
-    """The Row of one case. It always comes back: what goes wrong is its status and cause, unless the build itself is
+    """The ServerRow of one case. It always comes back: what goes wrong is its status and cause, unless the build itself is
     missing.
 
     plan: plan.Plan of this arm and context, if there is one.
@@ -109,43 +117,39 @@ def measure(kind, arm, n_ctx, settings, geometry, *, round_=0, step=None, gpus=N
 
 
 def describe(kind, arm, n_ctx, settings, geometry, round_=0, step=None):
-    """A Row that says all that was asked for."""
-    policy = arm.policy
-    row = Row(kind, arm.name, n_ctx, round=round_, step=step)
-    row.date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    row.commit, row.machine = machine.commit(), machine.machine()
-    vars(row).update(machine.build(arm.upstream))
-    row.build_pair = machine.build_pair()
-    row.model, row.model_bytes = (
-        as_text(settings.model.name),
-        sum(path.stat().st_size for path in digest.shards(settings.model)),
+    """A ServerRow that says all that was asked for."""
+    policy, options = arm.policy, settings.options(arm, n_ctx, geometry)
+    return ServerRow(
+        kind=kind,
+        arm=arm.name,
+        n_ctx=n_ctx,
+        round=round_,
+        step=step,
+        **machine.origin(settings.model, arm.upstream),
+        n_ctx_train=geometry.n_ctx_train,
+        policy=as_text(arm.path.name) if policy else None,
+        policy_fingerprint=policy.fingerprint(geometry.n_layer) if policy else None,
+        n_sink=policy.n_sink if policy else 0,
+        retention=policy.retention(n_ctx, geometry) if policy else 1.0,
+        kv_layers=[
+            (x.layer, (x.head_dim_k + x.head_dim_v) * 2, list(policy.row(x) if policy else (None,) * x.n_head_kv))
+            for x in geometry.configurable
+        ],
+        arguments=[as_text(Path(word).name) if "/" in word else word for word in options.arguments()],
+        settings={
+            "n_predict": settings.n_predict,
+            "n_batch": settings.n_batch,
+            "n_ubatch": settings.n_ubatch,
+            "n_threads": settings.n_threads,
+            "n_gpu_layers": settings.n_gpu_layers,
+            "type_k": settings.type_k,
+            "type_v": settings.type_v,
+            "flash_attn": True,
+            "n_parallel": 1,
+            "load_mode": settings.load_mode,
+        },
+        memory_limit_bytes=settings.memory_limit_bytes,
     )
-    row.model_sha256, row.n_ctx_train = digest.of_model(settings.model), geometry.n_ctx_train
-    row.policy = as_text(arm.path.name) if policy else None
-    row.policy_fingerprint = policy.fingerprint(geometry.n_layer) if policy else None
-    row.n_sink = policy.n_sink if policy else 0
-    row.retention = policy.retention(n_ctx, geometry) if policy else 1.0
-    row.kv_layers = [
-        [x.layer, (x.head_dim_k + x.head_dim_v) * 2, list(policy.row(x) if policy else (None,) * x.n_head_kv)]
-        for x in geometry.configurable
-    ]
-    row.arguments = [
-        as_text(Path(word).name) if "/" in word else word for word in settings.options(arm, n_ctx, geometry).arguments()
-    ]
-    row.settings = {
-        "n_predict": settings.n_predict,
-        "n_batch": settings.n_batch,
-        "n_ubatch": settings.n_ubatch,
-        "n_threads": settings.n_threads,
-        "n_gpu_layers": settings.n_gpu_layers,
-        "type_k": settings.type_k,
-        "type_v": settings.type_v,
-        "flash_attn": True,
-        "n_parallel": 1,
-        "load_mode": settings.load_mode,
-    }
-    row.memory_limit_bytes = settings.memory_limit_bytes
-    return row
 
 
 class _Case:
@@ -214,7 +218,8 @@ class _Case:
                 last = piece
         timings = (last or {}).get("timings")
         if timings:
-            row.take_timings(timings)
+            for theirs, ours in TIMINGS.items():
+                setattr(row, ours, timings.get(theirs))
         if not timings or (row.n_prefill, row.n_cached, row.n_decode) != (len(prompt), 0, n_predict):
             raise HwkvError(
                 f"{len(prompt)} prompt tokens and {n_predict} generated ones expected, llama-server reports "

@@ -1,4 +1,4 @@
-"""A grid of measured cases, or a search for the largest context: each case is a Row in a JSONL file. Memory and
+"""A grid of measured cases, or a search for the largest context: each case is a row of a JSONL file. Memory and
 throughput are two views of the same grid of cases: what one command has measured, the other only shows.
 
 Arms: `upstream` is the unpatched llama-server of the same source and flags, `full` is ours with an all-full policy,
@@ -23,10 +23,12 @@ from ..policy.policy import Policy
 from ..runtime import native
 from . import boundary, machine, records, sampler
 from .case import Arm, describe, full_policy, measure, on_gpu
+from .rows import ServerRow
 
 MIB = 2**20
 PROCESS_CTX = 2048  # context of the run that tells what the process holds beside its buffers
 ARMS = ("upstream", "full", "policy")
+RESULTS = ("ok", "out of memory")  # other ends say nothing of the case, and it is tried again
 
 
 class Grid:
@@ -51,9 +53,8 @@ class Grid:
         self.arms = self._make_arms(arms, policies)
         for arm in self.arms:
             native.binary("llama-server", arm.upstream)
-        self.done = {
-            row.key: row for row in records.read(self.output, missing_ok=True) if row.status in records.RESULTS
-        }
+        held = [row for row in records.read(self.output, missing_ok=True) if isinstance(row, ServerRow)]
+        self.done = {row.key: row for row in held if row.status in RESULTS}
         other = sum(
             row.build_pair != machine.build_pair() or row.machine != machine.machine() for row in self.done.values()
         )
@@ -167,11 +168,11 @@ class Grid:
     # one case
 
     def _asked(self, arm, n_ctx, round_, step=None):
-        """The Row of a case before it is measured."""
+        """The row of a case before it is measured."""
         return describe(self.kind, arm, n_ctx, self.settings, self.geometry, round_, step)
 
     def _case(self, arm, n_ctx, round_, step=None):
-        """The Row of a case: the one that is there, or a new one."""
+        """The row of a case: the one that is there, or a new one."""
         if row := self.done.get(self._asked(arm, n_ctx, round_, step).key):
             return row
         plan = self._plan(arm, n_ctx) if self.planner.dry else None
