@@ -648,12 +648,9 @@ def test_runs_that_do_not_fit(hwkv, command, undisturbed, tmp_path):
             *([no_number] if no_number != whole else []),
         ):
             path.write_bytes(broken)
-            refused(
-                hwkv,
-                words,
-                f"{run}: holds another calibration: its method is None"
-                if file == "run.json" and broken == b"{}"
-                else f"{path}: ",
+            advice = (
+                "remove the folder or name another one" if file == "run.json" else "remove it, and it is made again"
             )
+            refused(hwkv, words, f"{path}: not a file of this calibration: ", advice)
         path.write_bytes(whole)
     assert hwkv(*words)[0] == 0

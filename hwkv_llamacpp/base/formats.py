@@ -8,15 +8,18 @@ import functools
 import json
 import math
 import re
+from collections.abc import Callable
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from ..errors import HwkvError
 
 MAX_DEPTH = 64  # of nested lists and objects; the C++ reader has the same limit
 MAX_SAFE_DIGITS = 308  # an integer of so many digits is no larger than a double can be
 MAX_SHOWN = 60  # characters of a value in a message
+UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")  # key, of a model and of a dataclass
 
 TYPES = {"object": "a JSON object", "array": "a list", "string": "a text", "boolean": "true or false", "null": "null"}
 
@@ -24,12 +27,12 @@ TYPES = {"object": "a JSON object", "array": "a list", "string": "a text", "bool
 # JSON
 
 
-def to_line(value):
+def to_line(value: Any) -> str:
     """JSON on one line, text kept readable."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
-def parse_json(text, source, max_depth=MAX_DEPTH):
+def parse_json(text: str, source: object, max_depth: int = MAX_DEPTH) -> Any:
     """The value of a JSON text, as the standard has it: no doubled keys, no NaN, no numbers beyond a double."""
 
     def pairs(items):
@@ -65,7 +68,7 @@ def parse_json(text, source, max_depth=MAX_DEPTH):
         raise HwkvError(f"{source}: not JSON: {'a number is too large' if too_large else error}") from None
 
 
-def depth(value):
+def depth(value: Any) -> int:
     """Levels of nested objects and lists."""
     n, level = 0, [value]
     while level := [x for x in level if isinstance(x, (dict, list, tuple))]:
@@ -77,7 +80,7 @@ def depth(value):
 # data
 
 
-def parse(kind, data, source, name=None):
+def parse(kind: Any, data: Any, source: object, name: Callable[[tuple], str] | None = None) -> Any:
     """The data as an instance of a pydantic model (or a TypedDict). HwkvError tells the first thing that is wrong.
 
     "FILE: key 'layers[3].windows[1]' is 0, X expected". Unknown keys come first: often they are the missing ones,
@@ -89,17 +92,17 @@ def parse(kind, data, source, name=None):
         return adapter.validate_python(data)
     except ValidationError as caught:
         errors = caught.errors(include_url=False, include_context=False)
-        error = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
+        error = next((e for e in errors if e["type"] in UNKNOWN), errors[0])
         raise HwkvError(f"{source}: {_sentence(error, schema(kind), name or _key)}") from None
 
 
-def fault(where, what):
+def fault(where: tuple[str | int, ...], what: str) -> ValidationError:
     """A ValidationError, for validators that look at more than one value. `what` follows the name of the place."""
-    error = {"type": PydanticCustomError("fault", "{what}", {"what": what}), "loc": where, "input": None}
-    return ValidationError.from_exception_data("fault", [error])
+    kind = PydanticCustomError("fault", "{what}", {"what": what})
+    return ValidationError.from_exception_data("fault", [InitErrorDetails(type=kind, loc=where, input=None)])
 
 
-def schema(kind):
+def schema(kind: Any) -> dict[str, Any]:
     """The JSON schema of a format."""
     return _adapter(kind).json_schema()
 
@@ -112,12 +115,15 @@ def _adapter(kind):
 def _sentence(error, root, name):
     place, node = [], _resolved(root, root)
     for part in error["loc"]:
-        inner = node.get("items") if isinstance(part, int) else node.get("properties", {}).get(part)
-        if inner is None:  # a member of a union, or a key that is not known
+        if isinstance(part, int) and "items" in node:
+            inner = node["items"]
+        else:
+            inner = node.get("properties", {}).get(part) or node.get("additionalProperties")
+        if not isinstance(inner, dict):  # a member of a union, or a key that is not known
             break
         place.append(part)
         node = _resolved(inner, root)
-    if error["type"] == "extra_forbidden":
+    if error["type"] in UNKNOWN:
         known = ", ".join(node["properties"])
         return f"{name((*place, clip(error['loc'][-1])))} is unknown; known are {known}"
     if error["type"] == "missing":
@@ -162,7 +168,7 @@ def _key(place):
 # texts
 
 
-def show(value):
+def show(value: Any) -> str:
     """A value as JSON shows it, clipped."""
     try:
         return clip(json.dumps(value, ensure_ascii=False))
@@ -170,6 +176,6 @@ def show(value):
         return clip(repr(value))
 
 
-def clip(text):
+def clip(text: object) -> str:
     text = re.sub(r"\s+", " ", str(text))
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."

@@ -272,6 +272,7 @@ def last_error(log):
         r"hwkv.*(error|refus|not |cannot)",
         r"out of memory",
         r"GGML_ASSERT|GGML_ABORT",
+        r"couldn't bind",
         r"^error",
         r"error loading model|failed to initialize the context|llama_init_from_model",
         r"error|failed|terminate",
