@@ -227,7 +227,8 @@ def test_what_a_phase_survived_is_not_its_end(tmp_path):
     [
         ("CUDA error: out of memory", True),
         (
-            "ggml_backend_cuda_buffer_type_alloc_buffer: allocating 512.00 MiB on device 0: cudaMalloc failed: out of memory",
+            "ggml_backend_cuda_buffer_type_alloc_buffer: allocating 512.00 MiB on device 0: "
+            "cudaMalloc failed: out of memory",
             True,
         ),
         ("terminate called after throwing an instance of 'std::bad_alloc'", True),
@@ -256,7 +257,8 @@ def test_the_kernels_kill_is_out_of_memory():
 
 def test_a_group_that_a_killed_run_left_is_removed():
     code = (
-        "import os, signal\nfrom hwkv_llamacpp.measure import memory_limit\nwith memory_limit.memory_group() as group:\n"
+        "import os, signal\nfrom hwkv_llamacpp.measure import memory_limit\n"
+        "with memory_limit.memory_group() as group:\n"
         "    print(getattr(group, 'folder', ''), flush=True)\n    os.kill(os.getpid(), signal.SIGKILL)"
     )
     left = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()

@@ -96,7 +96,8 @@ def test_medians_and_ratios_within_repetitions():
     (table,) = section.tables()
     assert table.rows[2][:4] == ["2,048, p", "51.0", "50.0, 78.0, 51.0", "0.500"]
     assert table.notes == [
-        "Predicted KV bytes are the allocated ones in 9 of 9 cases. The predicted peak is at most 2.0% off the measured one."
+        "Predicted KV bytes are the allocated ones in 9 of 9 cases. "
+        "The predicted peak is at most 2.0% off the measured one."
     ]
 
 

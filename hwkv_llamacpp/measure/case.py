@@ -97,8 +97,8 @@ class Settings:
 
 
 def measure(kind, arm, n_ctx, settings, geometry, *, round_=0, step=None, gpus=None, plan=None, log_path=None):
-    """The ServerRow of one case. It always comes back: what goes wrong is its status and cause, unless the build itself is
-    missing.
+    """The ServerRow of one case. It always comes back: what goes wrong is its status and cause, unless the build itself
+    is missing.
 
     plan: plan.Plan of this arm and context, if there is one.
     """

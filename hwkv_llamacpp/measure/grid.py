@@ -60,7 +60,8 @@ class Grid:
         )
         if other:
             self._say(
-                f"{self.output} holds {other} rows of another build or machine: they stay, and are compared with nothing new"
+                f"{self.output} holds {other} rows of another build or machine: they stay, and are compared with"
+                " nothing new"
             )
 
     def _check_machine(self, n_gpu_layers):
@@ -79,7 +80,8 @@ class Grid:
             )
         if self.kind == "capacity" and limit is None and not (self.gpus and n_gpu_layers):
             raise HwkvError(
-                "on a CPU the capacity needs --memory-limit, such as 3GiB: without one the machine itself would run out."
+                "on a CPU the capacity needs --memory-limit, such as 3GiB: without one the machine itself would run"
+                " out."
             )
 
     def _make_arms(self, wanted, paths):
@@ -201,8 +203,8 @@ class Grid:
                 else ""
             )
             result = (
-                f"{charged}peak {row.peak_bytes / MIB:,.1f} MiB, KV {row.kv_bytes / MIB:,.1f} MiB, prefill {row.prefill_ts:,.1f} t/s, "
-                f"decode {row.decode_ts:,.2f} t/s"
+                f"{charged}peak {row.peak_bytes / MIB:,.1f} MiB, KV {row.kv_bytes / MIB:,.1f} MiB,"
+                f" prefill {row.prefill_ts:,.1f} t/s, decode {row.decode_ts:,.2f} t/s"
             )
         what = (
             "warm-up, which tells what the process holds beside its buffers"
@@ -251,8 +253,9 @@ class Grid:
             )
         if n_ctx > self.geometry.n_ctx_train:
             self._say(
-                f"warning: a context of {n_ctx} is larger than the model was trained for ({self.geometry.n_ctx_train}): llama-server "
-                "is told otherwise with --override-kv; memory and speed are right, the text that comes out is not"
+                f"warning: a context of {n_ctx} is larger than the model was trained for ({self.geometry.n_ctx_train}):"
+                " llama-server is told otherwise with --override-kv; memory and speed are right,"
+                " the text that comes out is not"
             )
 
     @staticmethod

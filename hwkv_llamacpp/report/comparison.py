@@ -92,7 +92,8 @@ class Section:
         facts = [
             (
                 "machine",
-                f"{machine['cpu']}, {machine['n_cpus']} CPUs, {machine['memory_bytes'] / 2**30:.1f} GiB, {machine['system']}"
+                f"{machine['cpu']}, {machine['n_cpus']} CPUs, {machine['memory_bytes'] / 2**30:.1f} GiB,"
+                + f" {machine['system']}"
                 + (f", {gpus}, driver {machine.get('driver')}" if gpus else ""),
             ),
             (
@@ -293,13 +294,13 @@ class Section:
             )
         table.notes.append(
             "A boundary is a pair that was measured: contexts one grid step apart, each repeated three times in filled "
-            "contexts. The ideal with all bytes is the context at which the predicted peak reaches the reference's; that of "
-            "KV alone counts the nominal windows and nothing else."
+            "contexts. The ideal with all bytes is the context at which the predicted peak reaches the reference's; "
+            "that of KV alone counts the nominal windows and nothing else."
         )
         if any(pair.charged for pair in found.values()):
             table.notes.append(
-                "Charged is the most that the kernel counted against the limit at the last success; that includes the page cache "
-                "of files that the server read."
+                "Charged is the most that the kernel counted against the limit at the last success; that includes the "
+                "page cache of files that the server read."
             )
         table.notes.append(kv_note([row for row in self.rows if row.kv_bytes]))
         off = [
