@@ -18,11 +18,8 @@ Rows append to bench/results/calibration.jsonl, one per round and arm; each stan
 """
 
 import argparse
-import datetime
-import json
 import multiprocessing
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -42,12 +39,14 @@ from hwkv_llamacpp.calibration import trace as traces
 from hwkv_llamacpp.calibration.distortion import DistortionMeter
 from hwkv_llamacpp.calibration.layerwise import Layerwise
 from hwkv_llamacpp.calibration.methods.seqcalib import SeqCalib
-from hwkv_llamacpp.gguf import digest, testmodels
-from hwkv_llamacpp.measure import machine
-from hwkv_llamacpp.runtime import native
+from hwkv_llamacpp.calibration.run import Settings
+from hwkv_llamacpp.gguf import testmodels
+from hwkv_llamacpp.measure import machine, records
+from hwkv_llamacpp.measure.rows import CalibrationRow
 from hwkv_llamacpp.runtime.context import Model, RuntimeOptions
 
 RESULTS = Path(__file__).parent / "results" / "calibration.jsonl"
+SETTINGS = Settings()
 BLAS_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 
 
@@ -91,7 +90,7 @@ def calibration(model, geometry, trace, method):
     timed(DistortionMeter, "measure", "held_out_s")
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        records = method.calibrate(model, geometry, trace, folder, progress=False)
+        found = method.calibrate(model, geometry, trace, folder, SETTINGS, progress=False)
         total = time.perf_counter() - start
         scored = [int(path.name.split("-")[0]) for path in (Path(folder) / "layers").iterdir()]
     if min(spent[part] for part in ("runtime_s", "replay_s", "held_out_s")) <= 0:
@@ -102,7 +101,12 @@ def calibration(model, geometry, trace, method):
         "n_layers_scored": len(scored),
         "n_layers": len(geometry.configurable),
         "prefills_from_start": sum(layer + 1 for layer in scored) / geometry.n_layer,
-        "retention": {f"{r.tau:g}": r.retention[len(trace.sequences[0])] for r in records},
+        "taus": list(method.taus),
+        "sinks": list(SETTINGS.sinks),
+        "windows": None if SETTINGS.windows is None else list(SETTINGS.windows),
+        "n_queries": SETTINGS.n_queries,
+        "seed": SETTINGS.seed,
+        "retention_by_tau": {f"{r.setting['tau']:g}": r.retention[len(trace.sequences[0])] for r in found},
     }
 
 
@@ -124,62 +128,47 @@ def main():
     ModelGeometry.from_gguf(model)  # says what is wrong with it
     options = RuntimeOptions(n_threads=args.threads)
     arms = {"prefill": None, "one": SeqCalib((args.tau,)), "grid": SeqCalib()}
-    RESULTS.parent.mkdir(exist_ok=True)
     os.environ.update(
         dict.fromkeys(BLAS_THREADS, str(args.threads))
     )  # read by NumPy where it is imported: in the fresh processes
 
-    about = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": machine.commit(),
-        "upstream_commit": machine.build()["upstream_commit"],
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
-        "build": native.build_dir().name,
-        "model": model.name,
-        "model_sha256": digest.of_model(model),
-        **asdict(options),
-    }
-    rows = {}  # (round, arm) -> columns
+    rows = {}  # by (round, arm)
     runs = [(i, list(arms)[(i + k) % len(arms)]) for i in range(rounds) for k in range(len(arms))]
     spawn = multiprocessing.get_context("spawn")
     for i, arm in tqdm(runs, desc="calibration", unit="run"):
         method = arms[arm]
         with ProcessPoolExecutor(1, mp_context=spawn) as process:
-            row = rows[i, arm] = process.submit(measure, model, n_tokens, method, options).result()
-        with open(RESULTS, "a") as file:
-            file.write(
-                json.dumps({**about, "round": i, "arm": arm, **({} if method is None else asdict(method)), **row})
-                + "\n"
-            )
+            spent = process.submit(measure, model, n_tokens, method, options).result()
+        row = rows[i, arm] = CalibrationRow(arm=arm, round=i, **machine.origin(model), **asdict(options), **spent)
+        records.append(RESULTS, row)
 
     def median(arm, value, other="prefill"):
         """Over rounds, of a figure of the arm's row and of another arm's in the same round."""
         return statistics.median(value(rows[i, arm], rows[i, other]) for i in range(rounds))
 
-    n_layers, n_taus = rows[0, "grid"]["n_layers"], len(arms["grid"].taus)
-    trace = f"{rows[0, 'prefill']['n_sequences']} x {n_tokens} tokens"
-    seconds = median("prefill", lambda r, _: r["prefill_s"])
-    table = Table(
-        title=f"{model.name}, time as a multiple of one prefill\n{trace}, prefill {seconds:.1f} s, -t {args.threads}, rounds: {rounds}"
-    )
+    n_layers, n_taus = rows[0, "grid"].n_layers, len(arms["grid"].taus)
+    trace = f"{rows[0, 'prefill'].n_sequences} x {n_tokens} tokens"
+    seconds = median("prefill", lambda r, _: r.prefill_s)
+    title = f"{model.name}, time as a multiple of one prefill"
+    table = Table(title=f"{title}\n{trace}, prefill {seconds:.1f} s, -t {args.threads}, rounds: {rounds}")
     for heading in ("", f"tau {args.tau:g}", f"{n_taus} thresholds"):
         table.add_column(heading, justify="right" if heading else "left")
 
     def add(name, value, form="{:.2f}"):
         table.add_row(name, *(form.format(median(arm, value)) for arm in ("one", "grid")))
 
-    add("choosing the windows", lambda r, p: r["choose_s"] / p["prefill_s"])
-    add("  of it runtime", lambda r, p: r["runtime_s"] / p["prefill_s"])
-    add("  of it replay", lambda r, p: r["replay_s"] / p["prefill_s"])
-    add("  of it the rest", lambda r, p: (r["choose_s"] - r["runtime_s"] - r["replay_s"]) / p["prefill_s"])
-    add("replay's share of choosing", lambda r, _: r["replay_s"] / r["choose_s"], "{:.1%}")
-    add("measuring the records on held-out text", lambda r, p: r["held_out_s"] / p["prefill_s"])
-    add("everything", lambda r, p: (r["choose_s"] + r["held_out_s"]) / p["prefill_s"])
+    add("choosing the windows", lambda r, p: r.choose_s / p.prefill_s)
+    add("  of it runtime", lambda r, p: r.runtime_s / p.prefill_s)
+    add("  of it replay", lambda r, p: r.replay_s / p.prefill_s)
+    add("  of it the rest", lambda r, p: (r.choose_s - r.runtime_s - r.replay_s) / p.prefill_s)
+    add("replay's share of choosing", lambda r, _: r.replay_s / r.choose_s, "{:.1%}")
+    add("measuring the records on held-out text", lambda r, p: r.held_out_s / p.prefill_s)
+    add("everything", lambda r, p: (r.choose_s + r.held_out_s) / p.prefill_s)
     table.add_section()
-    times_one = median("grid", lambda grid, one: grid["choose_s"] / one["choose_s"], "one")
+    times_one = median("grid", lambda grid, one: grid.choose_s / one.choose_s, "one")
     table.add_row("choosing, as a multiple of one threshold", "1.00", f"{times_one:.2f}")
-    add(f"layers scored, of {n_layers} that take windows", lambda r, _: r["n_layers_scored"], "{:g}")
-    add("prefills if each of them began at the first layer", lambda r, _: r["prefills_from_start"])
+    add(f"layers scored, of {n_layers} that take windows", lambda r, _: r.n_layers_scored, "{:g}")
+    add("prefills if each of them began at the first layer", lambda r, _: r.prefills_from_start)
     Console(**({} if sys.stdout.isatty() else {"width": 120})).print(table)
 
 

@@ -12,8 +12,6 @@ on. The picture is bench/results/frontier-NAME.png.
 """
 
 import argparse
-import datetime
-import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +32,8 @@ from hwkv_llamacpp.calibration.methods.leastkl import LeastKL, expected_losses
 from hwkv_llamacpp.calibration.methods.seqcalib import SeqCalib
 from hwkv_llamacpp.calibration.run import Settings
 from hwkv_llamacpp.gguf import digest, testmodels
+from hwkv_llamacpp.measure import machine, records
+from hwkv_llamacpp.measure.rows import FrontierRow
 from hwkv_llamacpp.plot import figures
 from hwkv_llamacpp.plot.heatmap import INK
 from hwkv_llamacpp.policy.budget import Budget
@@ -189,10 +189,10 @@ def measure(name, subject, n_threads):
             if subject.text
             else traces.default(model, subject.n_tokens)
         )
-        held = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-        key = {"model_sha256": sha256, "held_out_sha256": trace.held_out_sha256}
         held = {
-            (r["arm"], r["setting"], r["policy_fingerprint"]): r for r in held if all(r[k] == v for k, v in key.items())
+            (r.arm, r.setting, r.policy_fingerprint): r
+            for r in records.read(results, missing_ok=True)
+            if (r.model_sha256, r.held_out_sha256) == (sha256, trace.held_out_sha256)
         }
         todo = arms(name, subject, model, geometry, trace)
         with DistortionMeter(model, trace.held_out) as meter:
@@ -212,41 +212,32 @@ def measure(name, subject, n_threads):
                         type_k=arm.type_kv,
                         type_v=arm.type_kv,
                     ).kv_bytes
-                    row = {
-                        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-                        "model": Path(path).name,
-                        **key,
-                        "text": subject.text.name if subject.text else "default",
-                        "n_ubatch": N_UBATCH,
-                        "arm": arm.name,
-                        "setting": arm.setting,
-                        "policy_fingerprint": fingerprint,
-                        "n_sink": arm.policy.n_sink,
-                        "type_kv": arm.type_kv,
-                        "retention": round(arm.policy.retention(subject.n_tokens, geometry), 6),
-                        "kv_bytes": bytes_,
-                        **distortion,
-                        "n_tokens": subject.n_tokens,
-                    }
-                    results.parent.mkdir(exist_ok=True)
-                    with open(results, "a") as file:
-                        file.write(json.dumps(row) + "\n")
+                    row = FrontierRow(
+                        arm=arm.name,
+                        **machine.origin(path),
+                        setting=arm.setting,
+                        policy_fingerprint=fingerprint,
+                        n_sink=arm.policy.n_sink,
+                        type_kv=arm.type_kv,
+                        retention=round(arm.policy.retention(subject.n_tokens, geometry), 6),
+                        kv_bytes=bytes_,
+                        text=subject.text.name if subject.text else "default",
+                        held_out_sha256=trace.held_out_sha256,
+                        n_ubatch=N_UBATCH,
+                        **{**distortion, "n_tokens": subject.n_tokens},
+                    )
+                    records.append(results, row)
                 rows.append(row)
     return rows
 
 
 def print_table(name, rows):
-    table = Table(title=f"{name}: {rows[0]['n_tokens']} tokens, text {rows[0]['text']}, -ub {N_UBATCH}")
+    table = Table(title=f"{name}: {rows[0].n_tokens} tokens, text {rows[0].text}, -ub {N_UBATCH}")
     for heading in ("", "asked", "cells kept", "KV, MiB", "KL", "top-1"):
         table.add_column(heading, justify="right" if heading else "left")
     for r in rows:
         table.add_row(
-            r["arm"],
-            r["setting"],
-            f"{r['retention']:.3f}",
-            f"{r['kv_bytes'] / 2**20:.2f}",
-            f"{r['kl']:.5f}",
-            f"{r['top1']:.3f}",
+            r.arm, r.setting, f"{r.retention:.3f}", f"{r.kv_bytes / 2**20:.2f}", f"{r.kl:.5f}", f"{r.top1:.3f}"
         )
     Console(width=120).print(table)
     kept = {name: at_kl(rows, name) for name in COMPARED}
@@ -262,7 +253,7 @@ def print_table(name, rows):
 def at_kl(rows, name):
     """Share of cells that an arm keeps at AT_KL, between its points on a line in log KL; None where no two points lie
     around it."""
-    points = sorted((r["retention"], r["kl"]) for r in rows if r["arm"] == name and r["type_kv"] == "f16")
+    points = sorted((r.retention, r.kl) for r in rows if r.arm == name and r.type_kv == "f16")
     for (r0, k0), (r1, k1) in zip(points, points[1:]):
         if k0 >= AT_KL >= k1 > 0:
             return r0 + (r1 - r0) * math.log(k0 / AT_KL) / math.log(k0 / k1)
@@ -273,7 +264,7 @@ def plot(name, rows):
     """KL over allocated bytes, an arm a line."""
     figure, axes = figures.chart(8.5, 5)
     for arm, color in COLORS.items():
-        points = sorted((r["kv_bytes"] / 2**20, r["kl"]) for r in rows if r["arm"] == arm and r["kl"] > 0)
+        points = sorted((r.kv_bytes / 2**20, r.kl) for r in rows if r.arm == arm and r.kl > 0)
         ours = "LeastKL" in arm
         if not points:
             continue
@@ -288,11 +279,11 @@ def plot(name, rows):
             zorder=3 if ours else 2,
             linestyle="none" if len(points) == 1 else "--" if "K/V" in arm else "-",
         )
-    full = next(r for r in rows if r["arm"] == "full KV")
-    axes.axvline(full["kv_bytes"] / 2**20, color=INK, linewidth=1, linestyle=":")
+    full = next(r for r in rows if r.arm == "full KV")
+    axes.axvline(full.kv_bytes / 2**20, color=INK, linewidth=1, linestyle=":")
     axes.annotate(
         "full KV, F16",
-        (full["kv_bytes"] / 2**20, 1),
+        (full.kv_bytes / 2**20, 1),
         xycoords=("data", "axes fraction"),
         xytext=(-4, -4),
         textcoords="offset points",
@@ -302,8 +293,8 @@ def plot(name, rows):
         color=INK,
     )
     axes.set(xscale="log", yscale="log", ylabel="KL against full F16 KV, nats")
-    axes.set_xlabel(f"KV bytes allocated for {rows[0]['n_tokens']:,} tokens, MiB", fontsize=9, color=INK)
-    axes.set_title(rows[0]["model"], fontsize=9, color=INK)
+    axes.set_xlabel(f"KV bytes allocated for {rows[0].n_tokens:,} tokens, MiB", fontsize=9, color=INK)
+    axes.set_title(rows[0].model, fontsize=9, color=INK)
     axes.tick_params(which="minor", length=0, labelsize=8, labelcolor=INK)
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
     axes.xaxis.set_minor_formatter(lambda x, _: f"{x:g}" if f"{x:.0e}"[0] in "235" else "")

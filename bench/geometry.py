@@ -114,9 +114,9 @@ def main():
     args = parser.parse_args()
     args.output.unlink(missing_ok=True)
     write(args.output, not args.no_tensors)
-    print(
-        f"wrote {args.output}: {args.output.stat().st_size / 2**30:.2f} GiB in name, {args.output.stat().st_blocks * 512 / 2**10:.0f} KiB on the disk"
-    )
+    stat = args.output.stat()
+    size, held = f"{stat.st_size / 2**30:.2f} GiB", f"{stat.st_blocks * 512 / 2**10:.0f} KiB"
+    print(f"wrote {args.output}: {size} in name, {held} on the disk")
 
 
 if __name__ == "__main__":

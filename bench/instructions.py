@@ -10,8 +10,6 @@ not time: they show what is done more or less, not how long memory takes.
 Rows append to bench/results/instructions.jsonl.
 """
 
-import datetime
-import json
 import re
 import shutil
 import subprocess
@@ -26,9 +24,9 @@ from tqdm import tqdm
 
 from hwkv_llamacpp import ModelGeometry
 from hwkv_llamacpp.baselines.pattern import pattern
-from hwkv_llamacpp.gguf import digest
-from hwkv_llamacpp.measure import machine
+from hwkv_llamacpp.measure import machine, records
 from hwkv_llamacpp.measure.case import full_policy
+from hwkv_llamacpp.measure.rows import InstructionsRow
 from hwkv_llamacpp.runtime import native
 
 MODEL = Path(__file__).resolve().parent.parent / "tests" / "data" / "mini-hybrid-f16.gguf"
@@ -94,33 +92,21 @@ def main():
     if not shutil.which("valgrind"):
         sys.exit("error: valgrind is needed: apt install valgrind")
     found = {}
-    about = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": machine.commit(),
-        "builds": machine.build_pair(),
-        "model": MODEL.name,
-        "model_sha256": digest.of_model(MODEL),
-        "n_ubatch": N_UBATCH,
-        "n_threads": 1,
-    }
-    with tempfile.TemporaryDirectory() as folder, open(RESULTS, "a") as rows:
+    with tempfile.TemporaryDirectory() as folder:
         arms = policies(ModelGeometry.from_gguf(MODEL), Path(folder))
         for phase, arm in tqdm([(phase, arm) for phase in CASES for arm in arms], desc="llama-bench", unit="figure"):
             short, long = CASES[phase]
             found[phase, arm] = (count(arms[arm], phase, long) - count(arms[arm], phase, short)) / (long - short)
-            rows.write(
-                json.dumps(
-                    {
-                        **about,
-                        "arm": arm,
-                        "phase": phase,
-                        "n_tokens": long - short,
-                        "instructions_per_token": found[phase, arm],
-                    }
-                )
-                + "\n"
+            row = InstructionsRow(
+                arm=arm,
+                **machine.origin(MODEL, upstream=arm == "upstream"),
+                phase=phase,
+                n_ubatch=N_UBATCH,
+                n_threads=1,
+                n_tokens=long - short,
+                instructions_per_token=found[phase, arm],
             )
-            rows.flush()
+            records.append(RESULTS, row)
     table = Table(title=f"{MODEL.name}, -ub {N_UBATCH}: instructions per token")
     for heading in ("", "upstream, millions", *(f"{arm}, ratio" for arm in arms if arms[arm])):
         table.add_column(heading, justify="right" if heading else "left")

@@ -11,8 +11,6 @@ Rows append to bench/results/needle.jsonl, one per arm and prompt length; each s
 """
 
 import argparse
-import datetime
-import json
 from pathlib import Path
 from statistics import mean
 
@@ -24,7 +22,8 @@ from tqdm import tqdm
 from hwkv_llamacpp import ModelGeometry, Policy
 from hwkv_llamacpp.baselines.budgets import largest
 from hwkv_llamacpp.baselines.uniform import uniform
-from hwkv_llamacpp.gguf import digest
+from hwkv_llamacpp.measure import machine, records
+from hwkv_llamacpp.measure.rows import NeedleRow
 from hwkv_llamacpp.policy.budget import Budget
 from hwkv_llamacpp.runtime import native
 from hwkv_llamacpp.runtime.server import LlamaServer, ServerOptions
@@ -88,7 +87,6 @@ def main():
     longest = max(LENGTHS)
     uniform = same_size(geometry, policy, longest)
     window = next(iter(uniform.layers.values()))[0]
-    RESULTS.parent.mkdir(exist_ok=True)
     tables = {}
     for n_tokens, distances in LENGTHS.items():
         tables[n_tokens] = Table(
@@ -99,31 +97,21 @@ def main():
     for name, arm in (("full KV", None), ("policy", policy), (f"one window of {window}", uniform)):
         found = recall(arm, n_prompts=args.prompts)
         retention = 1.0 if arm is None else arm.retention(longest, geometry)
-        with open(RESULTS, "a") as rows:
-            for n_tokens, shares in found.items():
-                tables[n_tokens].add_row(
-                    name,
-                    f"{retention:.3f}",
-                    *(f"{share:.2f}" for share in shares.values()),
-                    f"{mean(shares.values()):.3f}",
-                )
-                rows.write(
-                    json.dumps(
-                        {
-                            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-                            "model": MODEL.name,
-                            "model_sha256": digest.of_model(MODEL),
-                            "arm": name,
-                            "retention": round(retention, 6),
-                            "policy_fingerprint": arm.fingerprint(geometry.n_layer) if arm else None,
-                            "n_prompt_tokens": n_tokens,
-                            "prompts_per_distance": args.prompts,
-                            "accuracy": mean(shares.values()),
-                            "accuracy_by_distance": shares,
-                        }
-                    )
-                    + "\n"
-                )
+        for n_tokens, shares in found.items():
+            tables[n_tokens].add_row(
+                name, f"{retention:.3f}", *(f"{share:.2f}" for share in shares.values()), f"{mean(shares.values()):.3f}"
+            )
+            row = NeedleRow(
+                arm=name,
+                **machine.origin(MODEL),
+                policy_fingerprint=arm.fingerprint(geometry.n_layer) if arm else None,
+                retention=round(retention, 6),
+                n_prompt_tokens=n_tokens,
+                prompts_per_distance=args.prompts,
+                accuracy=mean(shares.values()),
+                accuracy_by_distance=shares,
+            )
+            records.append(RESULTS, row)
     Console().print(*tables.values())
 
 

@@ -11,7 +11,6 @@ Rows append to bench/results/off.jsonl, one per round and arm; each stands alone
 """
 
 import argparse
-import datetime
 import json
 import math
 import os
@@ -24,8 +23,9 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from hwkv_llamacpp.gguf import digest, testmodels
-from hwkv_llamacpp.measure import machine
+from hwkv_llamacpp.gguf import testmodels
+from hwkv_llamacpp.measure import machine, records
+from hwkv_llamacpp.measure.rows import OffRow
 from hwkv_llamacpp.runtime import native
 
 RESULTS = Path(__file__).parent / "results" / "off.jsonl"
@@ -79,41 +79,26 @@ def main():
     if len(cpus) < 2:
         sys.exit("error: two CPUs are needed")
     model = testmodels.smollm2()
-    RESULTS.parent.mkdir(exist_ok=True)
-    about = {
-        "commit": machine.commit(),
-        "upstream_commit": machine.build()["upstream_commit"],
-        "machine": f"{os.uname().machine}, {os.cpu_count()} CPUs",
-        "n_threads": 1,
-        "build": native.build_dir().name,
-        "model": model.name,
-        "model_sha256": digest.of_model(model),
-        "n_prefill": N_PREFILL,
-        "n_decode": N_DECODE,
-        "type_kv": "f16",
-        "flash_attn": True,
-    }
     logs = ([], [])  # prefill, decode: log(off / upstream) of each round
-    with open(RESULTS, "a") as rows:
-        for i in tqdm(range(2 * args.pairs), desc="llama-bench", unit="round"):
-            running = {arm: start(arm, model, cpus[(i + k) % 2]) for k, arm in enumerate(ARMS)}
-            seconds = {arm: finish(process) for arm, process in running.items()}
-            for arm, (prefill, decode) in seconds.items():
-                rows.write(
-                    json.dumps(
-                        {
-                            **about,
-                            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-                            "round": i,
-                            "arm": arm,
-                            "prefill_s_per_token": prefill,
-                            "decode_s_per_token": decode,
-                        }
-                    )
-                    + "\n"
-                )
-            for log, off, upstream in zip(logs, seconds["off"], seconds["upstream"]):
-                log.append(math.log(off / upstream))
+    for i in tqdm(range(2 * args.pairs), desc="llama-bench", unit="round"):
+        running = {arm: start(arm, model, cpus[(i + k) % 2]) for k, arm in enumerate(ARMS)}
+        seconds = {arm: finish(process) for arm, process in running.items()}
+        for arm, (prefill, decode) in seconds.items():
+            row = OffRow(
+                arm=arm,
+                round=i,
+                **machine.origin(model, upstream=arm == "upstream"),
+                n_threads=1,
+                n_prefill=N_PREFILL,
+                n_decode=N_DECODE,
+                type_kv="f16",
+                flash_attn=True,
+                prefill_s_per_token=prefill,
+                decode_s_per_token=decode,
+            )
+            records.append(RESULTS, row)
+        for log, off, upstream in zip(logs, seconds["off"], seconds["upstream"]):
+            log.append(math.log(off / upstream))
     table = Table(title=f"{model.name}: time without a policy, as a multiple of unpatched llama.cpp's")
     for heading in ("", "ratio", "standard error"):
         table.add_column(heading, justify="right" if heading else "left")

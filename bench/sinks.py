@@ -12,8 +12,6 @@ Rows append to bench/results/sinks.jsonl, one per arm and phase, with all times;
 """
 
 import argparse
-import datetime
-import json
 import math
 import statistics
 import time
@@ -27,8 +25,9 @@ from tqdm import tqdm
 
 from hwkv_llamacpp import Policy
 from hwkv_llamacpp.calibration import trace as traces
-from hwkv_llamacpp.gguf import digest, testmodels
-from hwkv_llamacpp.measure import machine
+from hwkv_llamacpp.gguf import testmodels
+from hwkv_llamacpp.measure import machine, records
+from hwkv_llamacpp.measure.rows import SinksRow
 from hwkv_llamacpp.runtime import native
 from hwkv_llamacpp.runtime.context import Model, RuntimeOptions
 
@@ -93,45 +92,33 @@ def main():
                     for arm, value in taken.items():
                         seconds[phase][arm].append(value)
 
-    about = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": machine.commit(),
-        "machine": machine.machine(),
-        "build": native.build_dir().name,
-        "model": path.name,
-        "model_sha256": digest.of_model(path),
-        "policy": POLICY.name,
-        "n_prefill": n_prefill,
-        "n_decode": args.decode,
-        "n_ubatch": args.ubatch_size,
-        "n_threads": args.threads,
-        "n_first": longest,
-    }
     table = Table(title=f"{path.name}: time of a step, as a multiple of that without sinks")
     for heading in ("", *(f"{phase}, {text}" for phase in seconds for text in ("ratio", "standard error"))):
         table.add_column(heading, justify="right" if heading else "left")
     cells = {arm: [] for arm in ARMS if arm != BASE}
-    with open(RESULTS, "a") as rows:
-        for phase, by_arm in seconds.items():
-            for arm, values in by_arm.items():
-                rows.write(
-                    json.dumps(
-                        {
-                            **about,
-                            "phase": phase,
-                            "arm": arm,
-                            "n_sink": policies[arm].n_sink,
-                            "seconds": [round(v, 6) for v in values],
-                        }
-                    )
-                    + "\n"
-                )
-                if arm != BASE:
-                    logs = [math.log(a / b) for a, b in zip(values, by_arm[BASE])]
-                    cells[arm] += [
-                        f"{math.exp(statistics.mean(logs)):.4f}",
-                        f"{statistics.stdev(logs) / math.sqrt(len(logs)):.4f}",
-                    ]
+    origin = machine.origin(path)
+    for phase, by_arm in seconds.items():
+        for arm, values in by_arm.items():
+            row = SinksRow(
+                arm=arm,
+                **origin,
+                policy=POLICY.name,
+                n_sink=policies[arm].n_sink,
+                phase=phase,
+                n_prefill=n_prefill,
+                n_decode=args.decode,
+                n_ubatch=args.ubatch_size,
+                n_threads=args.threads,
+                n_first=longest,
+                seconds=[round(v, 6) for v in values],
+            )
+            records.append(RESULTS, row)
+            if arm != BASE:
+                logs = [math.log(a / b) for a, b in zip(values, by_arm[BASE])]
+                cells[arm] += [
+                    f"{math.exp(statistics.mean(logs)):.4f}",
+                    f"{statistics.stdev(logs) / math.sqrt(len(logs)):.4f}",
+                ]
     for label, row in zip(("without sinks, once more", f"with {policy.n_sink} sinks"), cells.values()):
         table.add_row(label, *row)
     Console(width=120).print(table)

@@ -18,10 +18,8 @@ Rows append to bench/results/speed.jsonl, one per round and arm; each stands alo
 """
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -32,8 +30,9 @@ from rich.table import Table
 from tqdm import tqdm
 
 from hwkv_llamacpp import ModelGeometry, Policy
-from hwkv_llamacpp.gguf import digest, testmodels
-from hwkv_llamacpp.measure import machine
+from hwkv_llamacpp.gguf import testmodels
+from hwkv_llamacpp.measure import machine, records
+from hwkv_llamacpp.measure.rows import SpeedRow
 from hwkv_llamacpp.policy.footprint import predict
 from hwkv_llamacpp.runtime import native
 
@@ -101,50 +100,34 @@ def main():
     model = args.model or testmodels.smollm2()
     geometry = ModelGeometry.from_gguf(model)
     policy = half_windowed(geometry, args.window)
-    RESULTS.parent.mkdir(exist_ok=True)
     policy_path = native.ROOT / "build" / "bench-speed-policy.json"
     policy_path.unlink(missing_ok=True)
     policy.save(policy_path)
 
     arms = ["upstream", "off", "policy"]
-    about = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": machine.commit(),
-        "upstream_commit": machine.build()["upstream_commit"],
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
-        "n_threads": args.threads,
-        "build": native.build_dir().name,
-        "model": model.name,
-        "model_sha256": digest.of_model(model),
-        "policy_fingerprint": policy.fingerprint(geometry.n_layer),
-        "window": args.window,
-        "n_prefill": N_PREFILL,
-        "n_decode": N_DECODE,
-        "n_ubatch": N_UBATCH,
-        "type_kv": "f16",
-        "flash_attn": True,
-    }
     seconds = {}  # (round, arm, depth) -> (prefill, decode) seconds per token
     n_rounds = {0: 4 * args.rounds, args.depth: args.rounds}
     runs = [(i, arms[(i + k) % 3], depth) for depth, n in n_rounds.items() for i in range(n) for k in range(3)]
     runs.sort(key=lambda run: run[0] / n_rounds[run[2]])  # spread over the whole time alike
-    with open(RESULTS, "a") as rows:
-        for i, arm, depth in tqdm(runs, desc="llama-bench", unit="run"):
-            prefill, decode = seconds[i, arm, depth] = bench(arm, model, policy_path, depth, args.threads, args.cpus)
-            rows.write(
-                json.dumps(
-                    {
-                        **about,
-                        "round": i,
-                        "arm": arm,
-                        "depth": depth,
-                        "prefill_s_per_token": prefill,
-                        "decode_s_per_token": decode,
-                    }
-                )
-                + "\n"
-            )
-            rows.flush()
+    for i, arm, depth in tqdm(runs, desc="llama-bench", unit="run"):
+        prefill, decode = seconds[i, arm, depth] = bench(arm, model, policy_path, depth, args.threads, args.cpus)
+        row = SpeedRow(
+            arm=arm,
+            round=i,
+            **machine.origin(model, upstream=arm == "upstream"),
+            policy_fingerprint=policy.fingerprint(geometry.n_layer),
+            window=args.window,
+            depth=depth,
+            n_threads=args.threads,
+            n_prefill=N_PREFILL,
+            n_decode=N_DECODE,
+            n_ubatch=N_UBATCH,
+            type_kv="f16",
+            flash_attn=True,
+            prefill_s_per_token=prefill,
+            decode_s_per_token=decode,
+        )
+        records.append(RESULTS, row)
 
     def ratio(value, arm, depth):
         """Median over rounds of value(arm) / value(upstream)."""

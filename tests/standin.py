@@ -1,8 +1,9 @@
 """A stand-in for llama-server whose ends are scripted, for ends that the real one cannot be made to have.
 
 STANDIN names the end: "ok", or one of ENDS, where "prefill" and "decode" ends wait for the request. "END>N" has that
-end only at -c above N.
-STANDIN_COUNT is a file that counts starts, for ends that differ from run to run: "flaky" ends every third time.
+end only at -c above N. "other-model", "other-policy" and "other-build" answer /props as another server would.
+STANDIN_FINGERPRINT is that of the policy in use, where one is. STANDIN_COUNT is a file that counts starts, for ends
+that differ from run to run: "flaky" ends every third time.
 """
 
 import ctypes
@@ -55,10 +56,10 @@ def wanted_end():
         path = Path(count)
         n = int(path.read_text() or "0") + 1 if path.exists() else 1
         path.write_text(str(n))
-        if text == "port":  # taken at the first try
-            return ("port", "start") if n == 1 else None
         if text == "flaky":
             return ("oom", "prefill") if n % 3 == 0 else None
+    if text.startswith("other-"):
+        return text, "start"
     name, _, phase = text.partition("-")
     return None if name == "ok" else (name, phase or "start")
 
@@ -78,7 +79,30 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body if isinstance(body, bytes) else json.dumps(body).encode())
 
     def do_GET(self):
-        self.reply({"status": "ok"} if self.path == "/health" else {"hwkv": {"active": False}})
+        self.reply({"status": "ok"} if self.path == "/health" else self.props())
+
+    def props(self):
+        props = {"model_path": argument("-m")}
+        policy = argument("--hwkv-policy")
+        if policy:
+            windows = json.loads(Path(policy).read_text())["layers"] if policy != "off" else []
+            is_full = all(w == "full" for layer in windows for w in layer["windows"])
+            props["hwkv"] = (
+                {"active": False}
+                if is_full
+                else {
+                    "active": True,
+                    "fingerprint": os.environ["STANDIN_FINGERPRINT"],
+                    "kv_bytes": int(argument("-c")) * 512,
+                }
+            )
+        if self.end == ("other-model", "start"):
+            props["model_path"] = "another.gguf"
+        if self.end == ("other-policy", "start"):
+            props["hwkv"] = {"active": True, "fingerprint": "0123456789abcdef", "kv_bytes": 1}
+        if self.end == ("other-build", "start"):
+            props.pop("hwkv", None) or props.update(hwkv={"active": False})
+        return props
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -117,13 +141,9 @@ def main():
     end = wanted_end()
     sys.stdout.buffer.write(b"\xff\xfe\x00 garbage \x80 on stdout\n")
     sys.stdout.flush()
-    if end == ("port", "start"):
-        say("couldn't bind HTTP server socket, hostname: 127.0.0.1")
-        sys.exit(1)
     n_cells = -(-int(argument("-c")) // 256) * 256
-    say(
-        f"llama_kv_cache: size = {n_cells * 2048 / 2**20:7.2f} MiB ({n_cells} cells, 2 layers, 1/1 seqs), K (f16): 0 MiB, V (f16): 0 MiB"
-    )
+    size = f"{n_cells * 2048 / 2**20:7.2f} MiB"
+    say(f"llama_kv_cache: size = {size} ({n_cells} cells, 2 layers, 1/1 seqs), K (f16): 0 MiB, V (f16): 0 MiB")
     if end and end[1] == "start" and end[0] in ENDS:
         ENDS[end[0]]()
     Handler.end = end

@@ -1,21 +1,28 @@
 """hwkv bench and its parts, with a stand-in for the server: every end has its cause, nothing is left behind, a stopped
 run goes on."""
 
+import contextlib
 import dataclasses
+import http.server
 import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
+import jsonschema
 import psutil
 import pytest
+from pydantic import ValidationError
 
-from hwkv_llamacpp import HwkvError, ModelGeometry
+from hwkv_llamacpp import HwkvError, ModelGeometry, Policy
 from hwkv_llamacpp.measure import boundary, ending, memory_limit, records
 from hwkv_llamacpp.measure import case as measure
+from hwkv_llamacpp.measure.rows import KINDS, ServerRow
 from hwkv_llamacpp.report.comparison import make_sections
+from hwkv_llamacpp.runtime.server import LlamaServer, ServerOptions
 
 STANDIN = Path(__file__).parent / "standin.py"
 POLICY = {"format": "hwkv-policy", "version": 1, "layers": [{"layer": 3, "windows": ["full", 64, 64, 64]}]}
@@ -37,21 +44,23 @@ def standin(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def policy(tmp_path):
+def policy(tmp_path, monkeypatch, mini_hybrid):
     path = tmp_path / "windows.json"
     path.write_text(json.dumps(POLICY))
+    fingerprint = Policy.load(path).fingerprint(ModelGeometry.from_gguf(mini_hybrid).n_layer)
+    monkeypatch.setenv("STANDIN_FINGERPRINT", fingerprint)
     return path
 
 
 @pytest.fixture
 def case(standin, mini_hybrid):
-    """case("oom-prefill", timeout_s=...) -> Row of the full arm at 1024 tokens."""
+    """case("oom-prefill", timeout_s=...) -> Row of an arm, the full one, at 1024 tokens."""
     geometry = ModelGeometry.from_gguf(mini_hybrid)
 
-    def run(end, **settings):
+    def run(end, arm=None, **settings):
         standin(end)
         settings = measure.Settings(mini_hybrid, n_predict=4, **{"timeout_s": 20, "start_timeout_s": 20, **settings})
-        return measure.measure("grid", measure.Arm("full"), 1024, settings, geometry)
+        return measure.measure("grid", arm or measure.Arm("full"), 1024, settings, geometry)
 
     return run
 
@@ -103,10 +112,103 @@ def test_a_hang_ends_at_the_timeout(case, end, phase, settings):
     assert row.wall_s < 15
 
 
-def test_a_taken_port_is_tried_again(case, tmp_path, monkeypatch):
-    monkeypatch.setenv("STANDIN_COUNT", str(tmp_path / "count"))
-    assert case("port").status == "ok"
-    assert (tmp_path / "count").read_text() == "2"
+# a stranger
+
+
+@pytest.fixture
+def arms(policy):
+    """One of each kind of arm."""
+    arms = [measure.Arm("upstream", upstream=True), measure.Arm("full")]
+    return {arm.name: arm for arm in (*arms, measure.Arm("windows", path=policy, policy=Policy.load(policy)))}
+
+
+@pytest.mark.parametrize("arm", ["upstream", "full", "windows"])
+@pytest.mark.parametrize("end", ["other-model", "other-policy", "other-build"])
+def test_a_server_with_another_model_policy_or_build_is_not_measured(case, arms, arm, end):
+    row = case(end, arms[arm])
+    assert (row.status, row.phase) == ("failed", "start")
+    fingerprint = arms["windows"].policy.fingerprint(8)
+    wanted = {
+        "other-model": "the server has loaded another.gguf, mini-hybrid-f16.gguf expected",
+        "other-build": f"the server is {'not the' if arm == 'upstream' else 'the'} unpatched llama-server",
+        "other-policy": {
+            "upstream": "the server is not the unpatched llama-server",
+            "full": "the server runs policy 0123456789abcdef, full KV expected",
+            "windows": f"the server runs policy 0123456789abcdef, policy {fingerprint} expected",
+        }[arm],
+    }[end]
+    assert row.cause == wanted
+    assert row.prefill_ts is row.decode_ts is row.n_prefill is None
+
+
+def test_every_arm_is_measured_by_the_server_of_its_own(case, arms):
+    assert {name: case("ok", arm).status for name, arm in arms.items()} == dict.fromkeys(arms, "ok")
+
+
+class Stranger(http.server.BaseHTTPRequestHandler):
+    """Answers 200 to everything, with speeds of its own."""
+
+    ANSWER = json.dumps({"status": "ok", "tokens": [1], "timings": {"prompt_n": 1020, "predicted_n": 4}}).encode()
+
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(self.ANSWER)))
+        self.end_headers()
+        self.wfile.write(self.ANSWER)
+        self.server.n_asked += 1
+
+    do_POST = do_GET
+
+    def log_message(self, *words):
+        pass
+
+
+@pytest.fixture
+def stranger():
+    """stranger(port) listens there from then on; 0: anywhere. Returns the server, which counts what it is asked."""
+    with contextlib.ExitStack() as stack:
+
+        def listen(port=0):
+            server = stack.enter_context(http.server.ThreadingHTTPServer(("127.0.0.1", port), Stranger))
+            server.n_asked = 0
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            stack.callback(server.shutdown)
+            return server
+
+        yield listen
+
+
+def test_a_stranger_on_the_port_is_never_asked(case, stranger, monkeypatch):
+    """A port that was free a moment ago and now is somebody else's."""
+    server = stranger()
+    monkeypatch.setattr(measure.Settings, "options", with_port(measure.Settings.options, server.server_address[1]))
+    row = case("ok")
+    assert (row.status, row.phase, row.exit_code) == ("failed", "start", 1)
+    assert "Address already in use" in row.cause
+    assert row.prefill_ts is row.decode_ts is row.n_prefill is None
+    assert server.n_asked == 0
+
+
+def test_a_stranger_that_takes_the_port_of_a_dead_server_is_not_believed(standin, stranger, mini_hybrid):
+    standin("ok")
+    with LlamaServer(ServerOptions(model=mini_hybrid, policy="off", n_ctx=512)) as server:
+        assert server.get("/props")["model_path"] == str(mini_hybrid)
+        server.process.kill()
+        server.process.wait()
+        other = stranger(server.port)
+        for ask in (
+            lambda: server.get("/props"),
+            lambda: server.post("/completion", {"prompt": "x", "n_predict": 1}),
+            lambda: list(server.stream("/completion", {"prompt": "x", "n_predict": 1})),
+        ):
+            with pytest.raises(HwkvError, match="llama-server ended on /.*: killed by SIGKILL"):
+                ask()
+        assert other.n_asked == 3  # they did answer
+
+
+def with_port(options, port):
+    """Settings.options() of servers that are told a port."""
+    return lambda *words: dataclasses.replace(options(*words), port=port)
 
 
 def test_what_a_phase_survived_is_not_its_end(tmp_path):
@@ -125,7 +227,8 @@ def test_what_a_phase_survived_is_not_its_end(tmp_path):
     [
         ("CUDA error: out of memory", True),
         (
-            "ggml_backend_cuda_buffer_type_alloc_buffer: allocating 512.00 MiB on device 0: cudaMalloc failed: out of memory",
+            "ggml_backend_cuda_buffer_type_alloc_buffer: allocating 512.00 MiB on device 0: "
+            "cudaMalloc failed: out of memory",
             True,
         ),
         ("terminate called after throwing an instance of 'std::bad_alloc'", True),
@@ -154,7 +257,8 @@ def test_the_kernels_kill_is_out_of_memory():
 
 def test_a_group_that_a_killed_run_left_is_removed():
     code = (
-        "import os, signal\nfrom hwkv_llamacpp.measure import memory_limit\nwith memory_limit.memory_group() as group:\n"
+        "import os, signal\nfrom hwkv_llamacpp.measure import memory_limit\n"
+        "with memory_limit.memory_group() as group:\n"
         "    print(getattr(group, 'folder', ''), flush=True)\n    os.kill(os.getpid(), signal.SIGKILL)"
     )
     left = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
@@ -179,10 +283,10 @@ def test_address_space_limit_where_there_is_no_control_group(monkeypatch):
 
 
 def test_rows_come_back_as_written(tmp_path):
-    row = records.Row(
-        "grid",
-        "full",
-        2048,
+    row = ServerRow(
+        kind="grid",
+        arm="full",
+        n_ctx=2048,
         status="ok",
         peak_bytes=5,
         kv_layers=[[3, 256, [None, 64]]],
@@ -191,8 +295,8 @@ def test_rows_come_back_as_written(tmp_path):
     )
     path = tmp_path / "deep" / "rows.jsonl"
     records.append(path, row)
-    records.append(path, dataclasses.replace(row, round=1))
-    assert records.read(path) == [row, dataclasses.replace(row, round=1)]
+    records.append(path, row.model_copy(update=dict(round=1)))
+    assert records.read(path) == [row, row.model_copy(update=dict(round=1))]
 
 
 def test_a_row_that_does_not_fit_on_the_disk_is_an_error(tmp_path):
@@ -201,10 +305,12 @@ def test_a_row_that_does_not_fit_on_the_disk_is_an_error(tmp_path):
 import resource, signal
 from hwkv_llamacpp import HwkvError
 from hwkv_llamacpp.measure import records
+from hwkv_llamacpp.measure.rows import ServerRow
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 try:
-    records.append({str(tmp_path / "rows.jsonl")!r}, records.Row("grid", "full", 2048, status="ok", cause="x" * 200))
+    row = ServerRow(kind="grid", arm="full", n_ctx=2048, status="ok", cause="x" * 200)
+    records.append({str(tmp_path / "rows.jsonl")!r}, row)
 except HwkvError as error:
     print(error)
 """
@@ -220,31 +326,86 @@ except HwkvError as error:
 )  # NULs: the power failed
 def test_a_line_cut_short_is_left_out_and_not_glued_to_the_next(tmp_path, capsys, left):
     path = tmp_path / "rows.jsonl"
-    row = records.Row("grid", "full", 2048, status="ok")
+    row = ServerRow(kind="grid", arm="full", n_ctx=2048, status="ok")
     records.append(path, row)
     path.write_bytes(path.read_bytes() + left)
-    records.append(path, dataclasses.replace(row, round=1))
+    records.append(path, row.model_copy(update=dict(round=1)))
     assert [r.round for r in records.read(path)] == [0, 1]
     assert "line 2 was cut short" in capsys.readouterr().err
+
+
+GOOD = {"kind": "grid", "arm": "full", "n_ctx": 1, "version": 1, "status": "ok"}
 
 
 @pytest.mark.parametrize(
     "line, message",
     [
-        ("[1]", "not a row of measurements"),
-        ("nonsense", "not a row of measurements"),
-        ('{"kind": "grid", "arm": "full", "n_ctx": 1, "version": 2}', "key 'version' is 2, 1 expected"),
-        ('{"kind": "grid", "arm": "full", "n_ctx": 1, "version": 1, "speed": 1}', "unknown key 'speed'"),
-        ('{"kind": "grid", "n_ctx": 1, "version": 1}', "key 'arm' is missing"),
-        ('{"kind": "grid", "arm": "full", "n_ctx": 1, "version": 1, "status": "great"}', "key 'status' is 'great'"),
+        ("[1]", "holds [1], a JSON object expected"),
+        ("nonsense", "not JSON: Expecting value at line 1 column 1"),
+        ({"version": 2}, "key 'version' is 2, 1 expected"),
+        ({"kind": "sped"}, f"key 'kind' is \"sped\", one of {', '.join(KINDS)} expected"),
+        ({"speed": 1}, "key 'speed' is unknown; known are kind, arm, round, version, date, "),
+        ({"arm": ...}, "key 'arm' is missing"),
+        ({"status": "great"}, "key 'status' is \"great\", one of ok, out of memory, timeout, failed expected"),
+        ({"n_ctx": 0}, "key 'n_ctx' is 0, an integer of 1 or more expected"),
+        ({"n_ctx": "1"}, "key 'n_ctx' is \"1\", an integer of 1 or more expected"),
+        ({"n_ctx": True}, "key 'n_ctx' is true, an integer of 1 or more expected"),
+        ({"retention": 1.5}, "key 'retention' is 1.5, a number from 0 to 1 expected"),
+        ({"step": "first"}, "key 'step' is \"first\", one of search, last success, first failure, process expected"),
+        ({"samples": [[0.1, 1], ["x", 2]]}, "key 'samples[1]' is \"x\", [seconds, bytes] expected"),
+        ({"machine": "x86_64"}, "key 'machine' is \"x86_64\", a JSON object expected"),
+        (
+            {"machine": {"system": "Linux", "n_cpus": "2"}},
+            "key 'machine.n_cpus' is \"2\", an integer of 0 or more expected",
+        ),
+        ({"kind": "needle", "n_ctx": ..., "status": ...}, "key 'retention' is missing"),
+        ({"kind": "off"}, "key 'n_ctx' is unknown; known are kind, arm, "),
     ],
 )
-def test_foreign_rows_are_refused(tmp_path, line, message):
+def test_a_broken_row_is_named_with_file_line_key_and_value(tmp_path, hwkv, line, message):
+    if isinstance(line, dict):
+        line = json.dumps({key: value for key, value in {**GOOD, **line}.items() if value is not ...})
     path = tmp_path / "rows.jsonl"
-    path.write_text(line + "\n")
-    with pytest.raises(HwkvError, match="rows.jsonl: line 1: ") as error:
-        records.read(path)
-    assert message in str(error.value)
+    path.write_text(json.dumps(GOOD) + "\n" + line + "\n")
+    code, _, err = hwkv("report", path)
+    assert code == 1 and err.count("\n") == 1
+    assert err.startswith(f"error: {path}: line 2: {message}")
+
+
+def test_a_row_takes_no_wrong_value():
+    """What could not be read again cannot be written."""
+    row = ServerRow(kind="grid", arm="full", n_ctx=2048)
+    with pytest.raises(ValidationError):
+        row.peak_bytes = "much"
+    with pytest.raises(ValidationError):
+        row.settings = {"n_predict": [64]}
+    with pytest.raises(ValidationError):
+        ServerRow(kind="speed", arm="full", n_ctx=2048)
+
+
+COMMITTED = sorted((Path(__file__).parent.parent / "bench" / "results").glob("*.jsonl"))
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_every_committed_row_fits_the_one_schema(path, tmp_path, hwkv):
+    """As this reader has it, and as another one has the JSON schema that is printed. Written again, it is the same."""
+    code, text, _ = hwkv("report", "--schema")
+    assert code == 0
+    validator = jsonschema.Draft202012Validator(json.loads(text))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = records.read(path)
+    assert len(rows) == len(lines) > 5 and {row.kind for row in rows} == {path.stem}
+    for row, line in zip(rows, lines):
+        validator.validate(line)
+        assert not validator.is_valid({**line, "model_bytes": -1}) and not validator.is_valid({**line, "more": 1})
+        assert row.date and row.model_sha256
+        records.append(tmp_path / "again.jsonl", row)
+    again = [json.loads(line) for line in (tmp_path / "again.jsonl").read_text().splitlines()]
+    assert again == lines
+
+
+def test_every_kind_of_row_has_committed_rows():
+    assert {row.kind for path in COMMITTED for row in records.read(path)} == set(KINDS)
 
 
 # the search for a boundary

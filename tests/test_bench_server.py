@@ -15,6 +15,7 @@ from hwkv_llamacpp.measure import memory_limit, records
 from hwkv_llamacpp.policy.footprint import predict
 from hwkv_llamacpp.report.comparison import same_kv
 from hwkv_llamacpp.runtime import native
+from hwkv_llamacpp.runtime.server import LlamaServer, ServerOptions
 
 MIB = 2**20
 N_CTX = 6144
@@ -55,7 +56,7 @@ def test_allocated_kv_is_the_predicted_one_in_every_row(run):
     assert all(same_kv(row) for row in run)
     assert [row.kv_bytes_source for row in run if row.arm == "short"] == ["props", "props"]
     # a rule that takes anything would not notice this
-    assert not same_kv(dataclasses.replace(run[0], kv_bytes=run[0].kv_bytes + 65536))
+    assert not same_kv(run[0].model_copy(update=dict(kv_bytes=run[0].kv_bytes + 65536)))
 
 
 def test_the_predicted_peak_is_near_the_measured_one(run):
@@ -157,6 +158,22 @@ def test_a_file_that_is_no_model_is_no_boundary(case, tmp_path, mini_hybrid):
     )
     assert (row.status, row.phase) == ("failed", "start")
     assert "output_norm.weight" in row.cause
+
+
+def test_another_server_on_the_port_is_not_taken_for_ours(case, mini_hybrid, monkeypatch):
+    """A real one, of the same model, on the port that ours was told."""
+    options = measure.Settings.options
+    with LlamaServer(ServerOptions(model=mini_hybrid, policy="off", n_ctx=512, n_threads=1)) as stranger:
+        port = stranger.port
+        monkeypatch.setattr(measure.Settings, "options", lambda *words: dataclasses.replace(options(*words), port=port))
+        for arm in (measure.Arm("full"), None):
+            row = case(512, arm)
+            assert (row.status, row.phase, row.exit_code) == ("failed", "start", 1)
+            assert f"couldn't bind HTTP server socket, hostname: 127.0.0.1, port: {port}" in row.cause
+            assert row.prefill_ts is row.decode_ts is row.n_prefill is None
+        monkeypatch.undo()
+        assert case(512).status == "ok"  # on a port that is free
+        assert stranger.props()["default_generation_settings"]["n_ctx"] == 512
 
 
 def test_how_weights_are_loaded_changes_no_difference(case, mini_hybrid):

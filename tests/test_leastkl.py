@@ -10,7 +10,9 @@ import pytest
 from minilang import needle_prompt
 
 from hwkv_llamacpp import HwkvError, ModelGeometry, Policy
+from hwkv_llamacpp.base.formats import parse
 from hwkv_llamacpp.calibration import trace as traces
+from hwkv_llamacpp.calibration.files import to_data
 from hwkv_llamacpp.calibration.run import Settings
 from hwkv_llamacpp.policy.budget import Budget
 from hwkv_llamacpp.runtime import native
@@ -106,7 +108,7 @@ def test_weights():
     assert Sensitivity(3, np.array([-1e-17, 0.4]), np.array([0.1, 0.1])).weights == pytest.approx(
         [0, np.sqrt(4 * 2)]
     )  # a rounded zero
-    assert Sensitivity.from_dict(json.loads(json.dumps(found.to_dict()))).to_dict() == found.to_dict()
+    assert to_data(parse(Sensitivity, json.loads(json.dumps(to_data(found))), "")) == to_data(found)
 
 
 def test_budgets_are_met(run, geometry):
@@ -172,10 +174,23 @@ def test_a_run_that_lost_files_gives_the_same(run, model, geometry, trace, tmp_p
         ),
         (
             "errors-*.json",
-            '{"windows": [16], "errors": {"3": [[1]], "7": [[1]]}}',
+            '{"windows": [16], "errors": {"3": [[1]], "7": [[1]]}, "seconds": 0}',
             "errors under the windows [16], [16, 32, 64, 128, 256] expected",
         ),
-        ("errors-*.json", '{"errors": {"3": 1}}', "key '7' is missing"),
+        ("errors-*.json", '{"errors": {"3": [[1]]}, "seconds": 0}', "key 'windows' is missing"),
+        (
+            "errors-*.json",
+            '{"windows": [16, 32, 64, 128, 256], "errors": {"3": [[1, 1, 1, 1, 1]]}, "seconds": 0}',
+            "errors of layer 3 have the shape (1, 5), (4, 5) expected",
+        ),
+        (
+            "errors-*.json",
+            json.dumps({"windows": [16, 32, 64, 128, 256], "errors": {"3": [[1] * 5] * 4}, "seconds": 0}),
+            "key 'errors.7' is missing",
+        ),
+        ("errors-*.json", '{"windows": [16], "errors": {"3": 1}, "seconds": 0}', "key 'errors.3' is 1, a table of"),
+        ("*sensitivity.json", '{"layer": 3, "kl": [1], "error": ["x"], "seconds": 0}', 'is "x", a number expected'),
+        ("*sensitivity.json", '{"layer": 3, "kl": [1], "eror": [1], "seconds": 0}', "key 'eror' is unknown; known are"),
         ("errors-*.json", "{", "Expecting property name"),
     ],
 )

@@ -1,14 +1,14 @@
 """hwkv report: right medians and ratios, nothing mixed that must not be, one page that needs nothing else."""
 
 import csv
-import dataclasses
 import re
+from pathlib import Path
 
 import pytest
 
 from hwkv_llamacpp import HwkvError
 from hwkv_llamacpp.measure import records
-from hwkv_llamacpp.measure.records import Row
+from hwkv_llamacpp.measure.rows import ServerRow
 from hwkv_llamacpp.report import comparison
 from hwkv_llamacpp.report import page as report
 
@@ -41,7 +41,7 @@ def row(kind, arm, n_ctx, round_=0, status="ok", **more):
         "retention": 1.0,
         "kv_bytes_source": "props",
     }
-    return Row(kind, arm, n_ctx, round=round_, **{**common, **policy, **more})
+    return ServerRow(kind=kind, arm=arm, n_ctx=n_ctx, round=round_, **{**common, **policy, **more})
 
 
 def memory_rows():
@@ -96,24 +96,25 @@ def test_medians_and_ratios_within_repetitions():
     (table,) = section.tables()
     assert table.rows[2][:4] == ["2,048, p", "51.0", "50.0, 78.0, 51.0", "0.500"]
     assert table.notes == [
-        "Predicted KV bytes are the allocated ones in 9 of 9 cases. The predicted peak is at most 2.0% off the measured one."
+        "Predicted KV bytes are the allocated ones in 9 of 9 cases. "
+        "The predicted peak is at most 2.0% off the measured one."
     ]
 
 
 def test_a_repetition_that_failed_has_no_ratio_and_is_shown():
     rows = memory_rows()
-    rows[6] = dataclasses.replace(rows[6], status="timeout", phase="prefill", peak_bytes=None)
+    rows[6] = rows[6].model_copy(update=dict(status="timeout", phase="prefill", peak_bytes=None))
     (section,) = comparison.make_sections(rows)
     assert section.ratio("p", 2048, "peak_bytes") == pytest.approx((78 / 104 + 51 / 102) / 2)
     for i in (7, 8):
-        rows[i] = dataclasses.replace(rows[i], status="timeout", phase="prefill", peak_bytes=None)
+        rows[i] = rows[i].model_copy(update=dict(status="timeout", phase="prefill", peak_bytes=None))
     (section,) = comparison.make_sections(rows)
     assert section.tables()[0].rows[2][1:4] == ["-", "timeout in prefill", "-"]
 
 
 def test_different_instruments_have_no_ratio():
     rows = memory_rows()
-    rows[6:] = [dataclasses.replace(r, peak_counts="cgroup") for r in rows[6:]]
+    rows[6:] = [r.model_copy(update=dict(peak_counts="cgroup")) for r in rows[6:]]
     assert comparison.make_sections(rows)[0].ratio("p", 2048, "peak_bytes") is None
 
 
@@ -128,7 +129,7 @@ def test_different_instruments_have_no_ratio():
 )
 def test_what_differs_is_never_in_one_ratio(change, what):
     rows = memory_rows()
-    rows[6:] = [dataclasses.replace(r, **change) for r in rows[6:]]
+    rows[6:] = [r.model_copy(update=change) for r in rows[6:]]
     sections = comparison.make_sections(rows)
     assert len(sections) == 2
     assert sections[1].reference is None and sections[1].ratio("p", 2048, "peak_bytes") is None
@@ -138,9 +139,9 @@ def test_what_differs_is_never_in_one_ratio(change, what):
 
 def test_kv_bytes_that_are_not_the_predicted_ones_are_counted():
     rows = memory_rows()
-    rows[0] = dataclasses.replace(rows[0], kv_bytes=8 * MIB + 1)
+    rows[0] = rows[0].model_copy(update=dict(kv_bytes=8 * MIB + 1))
     assert "in 8 of 9 cases" in comparison.make_sections(rows)[0].tables()[0].notes[0]
-    rows[0] = dataclasses.replace(rows[0], kv_bytes_source="log")  # which shows two digits of a MiB
+    rows[0] = rows[0].model_copy(update=dict(kv_bytes_source="log"))  # which shows two digits of a MiB
     assert "in 9 of 9 cases" in comparison.make_sections(rows)[0].tables()[0].notes[0]
 
 
@@ -158,9 +159,9 @@ def test_a_capacity_gain_is_compared_with_both_ideals():
 
 def test_a_pair_that_is_not_confirmed_says_so():
     rows = capacity_rows()
-    rows[-1] = dataclasses.replace(rows[-1], status="ok")
+    rows[-1] = rows[-1].model_copy(update=dict(status="ok"))
     assert comparison.make_sections(rows)[0].tables()[0].rows[1][3] == "no: 3 of 3 ran, 2 of 3 ran out"
-    rows = [dataclasses.replace(r, step="search") for r in rows]
+    rows = [r.model_copy(update=dict(step="search")) for r in rows]
     section = comparison.make_sections(rows)[0]
     assert (
         section.tables()[0].rows[1][3] == "no: not repeated"
@@ -174,7 +175,9 @@ def test_a_pair_that_is_not_confirmed_says_so():
 
 def test_what_the_limit_counted_is_shown():
     rows = [
-        dataclasses.replace(r, memory_limit_bytes=100 * MIB, memory_limit_kind="cgroup v2", cgroup_peak_bytes=99 * MIB)
+        r.model_copy(
+            update=dict(memory_limit_bytes=100 * MIB, memory_limit_kind="cgroup v2", cgroup_peak_bytes=99 * MIB)
+        )
         for r in capacity_rows()
     ]
     (table,) = comparison.make_sections(rows)[0].tables()
@@ -184,7 +187,7 @@ def test_what_the_limit_counted_is_shown():
 
 
 def test_a_policy_whose_every_head_has_a_window_has_no_ideal():
-    rows = [dataclasses.replace(r, kv_layers=[[0, 256, [512, 512]]]) if r.arm == "p" else r for r in capacity_rows()]
+    rows = [r.model_copy(update=dict(kv_layers=[[0, 256, [512, 512]]])) if r.arm == "p" else r for r in capacity_rows()]
     assert comparison.make_sections(rows)[0].tables()[0].rows[1][8] == "-"
 
 
@@ -205,7 +208,7 @@ def test_policies_of_one_file_name_are_arms_of_their_own():
     """As when a policy is calibrated anew between two runs."""
     rows = memory_rows()
     other = [
-        dataclasses.replace(r, policy_fingerprint="1234567890abcdef", peak_bytes=r.peak_bytes * 3)
+        r.model_copy(update=dict(policy_fingerprint="1234567890abcdef", peak_bytes=r.peak_bytes * 3))
         for r in rows
         if r.arm == "p"
     ]
@@ -240,8 +243,10 @@ def runs(tmp_path):
     path = tmp_path / "run.jsonl"
     speed = {"upstream": 100, "full": 99, "p": 150}
     grid = [
-        dataclasses.replace(
-            one, n_ctx=n_ctx, prefill_ts=speed[one.arm], decode_ts=speed[one.arm] / 10, n_prefill=2000, n_decode=64
+        one.model_copy(
+            update=dict(
+                n_ctx=n_ctx, prefill_ts=speed[one.arm], decode_ts=speed[one.arm] / 10, n_prefill=2000, n_decode=64
+            )
         )
         for n_ctx in (2048, 8192)
         for one in memory_rows()
@@ -289,5 +294,8 @@ def test_bad_input_is_one_sentence(hwkv, tmp_path):
     assert (
         hwkv("report", tmp_path / "none.jsonl")[2] == f"error: {tmp_path / 'none.jsonl'}: cannot read: no such file\n"
     )
-    with pytest.raises(HwkvError, match="unknown kind 'speed'"):
-        comparison.make_sections([row("speed", "full", 1)])
+    other = Path(__file__).parent.parent / "bench" / "results" / "speed.jsonl"
+    assert hwkv("report", other)[::2] == (
+        1,
+        f"error: {other}: rows of the kind 'speed' have no report: the rows of hwkv bench expected\n",
+    )

@@ -120,9 +120,13 @@ def test_noise_of_the_last_bits_does_not_change_the_text(cosines, scores):
     [
         ({"p1": [[0.5, 0.5, 0.5]]}, r"layer 7: key 'p1' has the shape \(1, 3\), \(2, 3\) expected"),
         ({"head_mean": [[0.5, 0.5]] * 6}, r"layer 7: key 'head_mean' has the shape \(6, 2\), \(6, 3\) expected"),
-        ({"mean": [[1.0], [1.0, 2.0]]}, "layer 7: tables of numbers expected"),
-        ({"mean": "x"}, "layer 7: tables of numbers expected"),
-        ({"p2": []}, "scores have the keys .*p2"),
+        (
+            {"mean": [[1.0], [1.0, 2.0]]},
+            r"scores: key 'mean' is \[\[1.0\], \[1.0, 2.0\]\], a table of numbers, .* expected",
+        ),
+        ({"mean": "x"}, "scores: key 'mean' is \"x\", a table of numbers, one row per head .* expected"),
+        ({"mean": [[1, 2, 3], [1, 2, "3"]]}, r"scores: key 'mean\[1\]\[2\]' is \"3\", a number expected"),
+        ({"p2": []}, "scores: key 'p2' is unknown; known are layer, windows, .*head_p5"),
     ],
 )
 def test_from_dict_refuses(scores, change, message):

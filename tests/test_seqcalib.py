@@ -200,7 +200,8 @@ def test_exchanged_heads_stop_the_calibration(mini, tmp_path, monkeypatch, type_
         for _ in range(2):
             with pytest.raises(
                 HwkvError,
-                match=f"layer {layer}: the replayed attention output is not the runtime's: relative squared error [0-9.]+",
+                match=f"layer {layer}: the replayed attention output is not the runtime's: "
+                "relative squared error [0-9.]+",
             ):
                 run_mini(mini, tmp_path / "run", type_k=type_kv, type_v=type_kv)
     assert {path.name[:3] for path in (tmp_path / "run" / "layers").iterdir()} == ({"003"} if layer == 7 else set())
@@ -533,13 +534,13 @@ def test_texts_that_are_refused(hwkv, command, tmp_path, content, parts):
         (("--taus", "0.9,"), 2, "'' is not a threshold"),
         (("--tau", "0"), 2, "'0' is not a threshold"),
         (("--tau", "0.5"), 1, "tau 0.5 is not calibrated; the thresholds are 0.9, 0.98, 0.995, 0.999"),
-        (("--tau", "0.9", "--budget", "0.5"), 2, "not allowed with argument"),
+        (("--tau", "0.9", "--budget", "0.5"), 1, "--tau selects by itself: it does not go with --budget"),
         (("--budget", "0"), 2, "'0' is not a share above 0 and up to 1"),
         (("--budget", "70%"), 2, "'70%' is not a share"),
         (("--budget-bytes", "4 pounds"), 2, "'4 pounds' is not a size such as 24GiB"),
         (("--budget-bytes", "4"), 2, "'4' is 4 bytes: a size with its unit expected"),
-        (("--method", "leastkl", "--taus", "0.9"), 1, "--taus are thresholds of the method seqcalib, not of leastkl"),
-        (("--probe-tokens", "64"), 1, "probe tokens are what the method leastkl measures sensitivities on"),
+        (("--method", "leastkl", "--taus", "0.9"), 1, "--taus is an option of the method seqcalib, not of leastkl"),
+        (("--probe-tokens", "64"), 1, "--probe-tokens is an option of the method leastkl, not of seqcalib"),
         (("--budget-bytes", "infGiB"), 2, "'infGiB' is not a size"),
         (("--windows", "0"), 2, "'0' is not a number from 1"),
         (("--windows", "64,full"), 2, "'full' is not a number"),
@@ -632,7 +633,8 @@ def test_runs_that_do_not_fit(hwkv, command, undisturbed, tmp_path):
             f"{run}: holds another calibration: its {key}",
             "remove the folder or name another one with --run",
         )
-    refused(hwkv, [*words, "--budget", "0.001"], "no record fits the budget of 0.001: the nearest, tau 0.", "keeps 0.0")
+    nearest = "no record fits the budget: the nearest, tau 0."
+    refused(hwkv, [*words, "--budget", "0.001"], nearest, "at most 0.001 expected")
 
     for file in ("run.json", f"layers/{next(run.glob('layers/003*')).name}", "records/sink0-tau0.9.json"):
         path = run / file
@@ -648,12 +650,9 @@ def test_runs_that_do_not_fit(hwkv, command, undisturbed, tmp_path):
             *([no_number] if no_number != whole else []),
         ):
             path.write_bytes(broken)
-            refused(
-                hwkv,
-                words,
-                f"{run}: holds another calibration: its method is None"
-                if file == "run.json" and broken == b"{}"
-                else f"{path}: ",
+            advice = (
+                "remove the folder or name another one" if file == "run.json" else "remove it, and it is made again"
             )
+            refused(hwkv, words, f"{path}: not a file of this calibration: ", advice)
         path.write_bytes(whole)
     assert hwkv(*words)[0] == 0

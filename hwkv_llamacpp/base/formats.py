@@ -19,6 +19,7 @@ from ..errors import HwkvError
 MAX_DEPTH = 64  # of nested lists and objects; the C++ reader has the same limit
 MAX_SAFE_DIGITS = 308  # an integer of so many digits is no larger than a double can be
 MAX_SHOWN = 60  # characters of a value in a message
+UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")  # key, of a model and of a dataclass
 
 TYPES = {"object": "a JSON object", "array": "a list", "string": "a text", "boolean": "true or false", "null": "null"}
 
@@ -91,7 +92,7 @@ def parse(kind: Any, data: Any, source: object, name: Callable[[tuple], str] | N
         return adapter.validate_python(data)
     except ValidationError as caught:
         errors = caught.errors(include_url=False, include_context=False)
-        error = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
+        error = next((e for e in errors if e["type"] in UNKNOWN), errors[0])
         raise HwkvError(f"{source}: {_sentence(error, schema(kind), name or _key)}") from None
 
 
@@ -114,12 +115,15 @@ def _adapter(kind):
 def _sentence(error, root, name):
     place, node = [], _resolved(root, root)
     for part in error["loc"]:
-        inner = node.get("items") if isinstance(part, int) else node.get("properties", {}).get(part)
-        if inner is None:  # a member of a union, or a key that is not known
+        if isinstance(part, int) and "items" in node:
+            inner = node["items"]
+        else:
+            inner = node.get("properties", {}).get(part) or node.get("additionalProperties")
+        if not isinstance(inner, dict):  # a member of a union, or a key that is not known
             break
         place.append(part)
         node = _resolved(inner, root)
-    if error["type"] == "extra_forbidden":
+    if error["type"] in UNKNOWN:
         known = ", ".join(node["properties"])
         return f"{name((*place, clip(error['loc'][-1])))} is unknown; known are {known}"
     if error["type"] == "missing":

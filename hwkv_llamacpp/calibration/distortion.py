@@ -7,20 +7,23 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from ..errors import HwkvError
+from .files import KNOWN_KEYS, Count, Number, Share
 
 
 @dataclass(frozen=True)
 class Distortion:
     """Over the evaluated positions of held-out texts, against full KV. Divergences in nats."""
 
-    kl: float  # mean KL(full || policy)
-    kl_stderr: float  # standard error of that mean, positions taken as independent
-    kl_p99: float
-    top1: float  # share of positions whose likeliest token is the same
-    nll: float  # mean negative log-likelihood of the text's own next token under the policy
-    nll_full: float  # and with full KV
-    n_tokens: int  # of the texts
-    n_positions: int  # evaluated
+    __pydantic_config__ = KNOWN_KEYS
+
+    kl: Number  # mean KL(full || policy)
+    kl_stderr: Number  # standard error of that mean, positions taken as independent
+    kl_p99: Number
+    top1: Share  # share of positions whose likeliest token is the same
+    nll: Number  # mean negative log-likelihood of the text's own next token under the policy
+    nll_full: Number  # and with full KV
+    n_tokens: Count  # of the texts
+    n_positions: Count  # evaluated
 
     def to_dict(self):
         return {

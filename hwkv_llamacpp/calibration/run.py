@@ -1,18 +1,20 @@
 """A calibration at work: what every method is asked for and given, the folder that keeps the run, and its records."""
 
 import importlib.metadata
-import json
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer
 
 from .. import __version__
-from ..base.atomic import replacing
+from ..base.formats import parse
 from ..errors import HwkvError
 from ..policy.policy import Policy
 from .distortion import Distortion, DistortionMeter
+from .files import KNOWN_KEYS, Count, Number, PolicyField, Share, Text, read, write
 from .layerwise import Layerwise
 from .trace import sample_positions
 
@@ -56,6 +58,34 @@ class Settings:
         return sorted(set(self.windows))
 
 
+class RunFile(BaseModel):
+    """run.json: what makes two runs the same run, besides the candidate windows that follow from it. A method adds keys
+    of its own."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    method: Text
+    n_ctx: Count
+    windows: list[Count]
+    n_queries: Count
+    seed: Annotated[int, Field(strict=True)]
+    trace: dict[str, Any]
+    trace_sha256: Text
+    held_out_sha256: Text
+    model_fingerprint: Text
+    model_sha256: Text | None = None
+    type_k: Text
+    type_v: Text
+    n_ubatch: Count
+    hwkv: Text
+    llama_cpp_python: Text
+    numpy: Text
+
+
+# checked as a Distortion, kept as its dict
+DistortionField = Annotated[Distortion, AfterValidator(asdict), PlainSerializer(lambda x: x)]
+
+
 @dataclass(frozen=True)
 class Record:
     """One policy that a calibration found.
@@ -66,13 +96,15 @@ class Record:
     seconds: what finding it took, work that is shared with other records included.
     """
 
-    setting: dict
-    n_sink: int
-    policy: Policy
-    retention: dict[int, float]
-    mean_score: float | None
-    distortion: dict
-    seconds: float
+    __pydantic_config__ = KNOWN_KEYS
+
+    setting: dict[str, Any]
+    n_sink: Count
+    policy: PolicyField
+    retention: dict[int, Share]
+    mean_score: Number | None
+    distortion: DistortionField
+    seconds: Number
 
     @property
     def label(self) -> str:
@@ -91,16 +123,6 @@ class Record:
     def file_stem(self) -> str:
         """For the names of its files."""
         return f"sink{self.n_sink}-{re.sub(r'[^A-Za-z0-9.]', '', self.label)}"
-
-    def to_json(self) -> str:
-        data = {**asdict(self), "policy": json.loads(self.policy.to_json())}
-        return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
-
-    @classmethod
-    def from_data(cls, data: dict) -> "Record":
-        Distortion(**data["distortion"])
-        policy = Policy.from_json(json.dumps(data["policy"]))
-        return cls(**{**data, "policy": policy, "retention": {int(n): x for n, x in data["retention"].items()}})
 
 
 def check_model(geometry):
@@ -197,20 +219,20 @@ class CalibrationRun:
 
     def _open_folder(self):
         path = self.folder / "run.json"
-        text = json.dumps(self.identity, indent=1, ensure_ascii=False) + "\n"
         try:
             (self.folder / "layers").mkdir(parents=True, exist_ok=True)
             (self.folder / "records").mkdir(exist_ok=True)
         except OSError as error:
             raise HwkvError(f"{self.folder}: cannot write: {error.strerror}") from None
+        parse(RunFile, self.identity, "the method's identity")
         if not path.exists():
-            return write(path, text)
-        held = read(path, dict, ELSEWHERE)
+            return write(path, self.identity, indent=1)
+        held = read(path, RunFile, advice=ELSEWHERE).model_dump(exclude_unset=True)
         for key in {**held, **self.identity}:
             if held.get(key) != self.identity.get(key):
                 raise HwkvError(
-                    f"{self.folder}: holds another calibration: its {key} is {held.get(key)}, now it is {self.identity.get(key)};"
-                    f" {ELSEWHERE}"
+                    f"{self.folder}: holds another calibration: its {key} is {held.get(key)},"
+                    f" now it is {self.identity.get(key)}; {ELSEWHERE}"
                 )
 
     def record(self, rows, n_sink, setting, cost, name=None) -> Record:
@@ -226,7 +248,7 @@ class CalibrationRun:
         name = name or "-".join(f"{key}{value}" for key, value in setting.items())
         path = self.folder / "records" / f"sink{n_sink}-{name}.json"
         if path.exists():
-            held = read(path, Record.from_data)
+            held = read(path, Record)
             if held.policy == policy and held.retention == retention:
                 return held
         score, seconds = cost()
@@ -237,7 +259,7 @@ class CalibrationRun:
         if key not in self._measured:
             self._measured[key] = self._meter.measure(policy)
         record = Record(setting, n_sink, policy, retention, score, self._measured[key].to_dict(), round(seconds, 3))
-        write(path, record.to_json())
+        write(path, record, indent=1)
         return record
 
 
@@ -246,8 +268,8 @@ def check_replay(layer, expected, actual, tolerance):
     error = float(((actual - expected) ** 2).sum(dtype=np.float64) / (expected**2).sum(dtype=np.float64))
     if not error <= tolerance:
         raise HwkvError(
-            f"layer {layer.layer}: the replayed attention output is not the runtime's: relative squared error {error:.2g},"
-            f" at most {tolerance:g} expected; the captured Q, K and V are not what the layer attends"
+            f"layer {layer.layer}: the replayed attention output is not the runtime's: relative squared error"
+            f" {error:.2g}, at most {tolerance:g} expected; the captured Q, K and V are not what the layer attends"
         )
 
 
@@ -256,21 +278,3 @@ def chosen(outputs, row, windows):
     Layerwise.replay()."""
     index = [len(windows) if w is None else windows.index(w) for w in row]
     return np.concatenate([np.concatenate([out[i] for out in traces]) for i, traces in zip(index, outputs)], axis=1)
-
-
-def write(path, text):
-    with replacing(path, overwrite=True) as file:
-        file.write(text.encode())
-
-
-def read(path, parse, advice="remove it, and it is made again"):
-    """parse() of the JSON in a file of the run folder."""
-
-    def constant(name):
-        raise ValueError(f"{name} is not a JSON value")
-
-    try:
-        return parse(json.loads(path.read_text(encoding="utf-8"), parse_constant=constant))
-    except (HwkvError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = f"key {error} is missing" if isinstance(error, KeyError) else error
-        raise HwkvError(f"{path}: not a file of this calibration: {reason}; {advice}") from None

@@ -4,11 +4,13 @@
 The mean over the query heads of a GQA group, which share their KV head's window, is taken here and only here.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
+from ..base.formats import parse
 from ..errors import HwkvError
+from .files import KNOWN_KEYS, Count, ShortTable, to_data
 
 EPS = 1e-6
 STATISTICS = {
@@ -42,15 +44,27 @@ class LayerScores:
     head_mean, head_p1, head_p5: [n_head, n_window]: the same of every query head by itself.
     """
 
-    layer: int
-    windows: tuple[int, ...]
-    n_sink: int
-    mean: np.ndarray
-    p1: np.ndarray
-    p5: np.ndarray
-    head_mean: np.ndarray
-    head_p1: np.ndarray
-    head_p5: np.ndarray
+    __pydantic_config__ = KNOWN_KEYS
+
+    layer: Count
+    windows: tuple[Count, ...]
+    n_sink: Count
+    mean: ShortTable
+    p1: ShortTable
+    p5: ShortTable
+    head_mean: ShortTable
+    head_p1: ShortTable
+    head_p5: ShortTable
+
+    def __post_init__(self):
+        """HwkvError if an array has another shape than its neighbours."""
+        for name in (*STATISTICS, *(f"head_{name}" for name in STATISTICS)):
+            shape, like = getattr(self, name).shape, self.head_mean if name.startswith("head_") else self.mean
+            if shape != (len(like), len(self.windows)):
+                raise HwkvError(
+                    f"scores of layer {self.layer}: key '{name}' has the shape {shape},"
+                    f" ({len(like)}, {len(self.windows)}) expected"
+                )
 
     @classmethod
     def of(cls, layer, windows, n_sink, outputs):
@@ -90,37 +104,15 @@ class LayerScores:
 
     def to_dict(self):
         """For JSON. Scores have 7 significant digits, so that noise of the last bits does not change the text."""
-        return {
-            "layer": self.layer,
-            "windows": list(self.windows),
-            "n_sink": self.n_sink,
-            **{name: [[float(f"{x:.7g}") for x in row] for row in getattr(self, name)] for name in _ARRAYS},
-        }
+        return to_data(self)
 
     @classmethod
     def from_dict(cls, data):
-        """HwkvError if a key is missing or unknown, or an array has another shape than its neighbours."""
-        known = [f.name for f in fields(cls)]
-        if sorted(data) != sorted(known):
-            raise HwkvError(f"scores have the keys {', '.join(sorted(data))}; {', '.join(sorted(known))} expected")
-        where = f"scores of layer {data['layer']}"
-        try:
-            arrays = {name: np.array(data[name], np.float64) for name in _ARRAYS}
-        except (TypeError, ValueError):
-            raise HwkvError(f"{where}: tables of numbers expected") from None
-        for name, array in arrays.items():
-            like = arrays["head_mean" if name.startswith("head_") else "mean"]
-            if array.ndim != 2 or array.shape != (len(like), len(data["windows"])):
-                raise HwkvError(
-                    f"{where}: key '{name}' has the shape {array.shape}, ({len(like)}, {len(data['windows'])}) expected"
-                )
-        return cls(data["layer"], tuple(data["windows"]), data["n_sink"], **arrays)
+        """HwkvError if a key is missing, unknown or not what it should be."""
+        return parse(cls, data, "scores")
 
     def __eq__(self, other):
         return isinstance(other, LayerScores) and self.to_dict() == other.to_dict()
-
-
-_ARRAYS = [f.name for f in fields(LayerScores) if f.type is np.ndarray]
 
 
 def shortest_window(row_scores, windows, tau):

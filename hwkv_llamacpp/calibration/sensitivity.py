@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import HwkvError
+from .files import KNOWN_KEYS, Count, Number, Vector
 from .layerwise import START, Layerwise
 
 PROBE = 32  # tokens: the window that the measured head gets
@@ -22,9 +23,18 @@ class Sensitivity:
     """Of the KV heads of one layer, each windowed alone. kl: [n_head_kv], nats. error: [n_head_kv], mean squared error
     of the output."""
 
-    layer: int
-    kl: np.ndarray
-    error: np.ndarray
+    __pydantic_config__ = KNOWN_KEYS
+
+    layer: Count
+    kl: Vector
+    error: Vector
+    seconds: Number = 0.0  # that measuring took
+
+    def __post_init__(self):
+        if self.kl.shape != self.error.shape:
+            raise HwkvError(
+                f"kl and error have the shapes {self.kl.shape} and {self.error.shape}, one number per KV head expected"
+            )
 
     @property
     def weights(self):
@@ -34,20 +44,6 @@ class Sensitivity:
         own = np.divide(kl, self.error, out=np.zeros_like(kl), where=self.error > 0)
         layer = kl.sum() / self.error.sum() if self.error.sum() > 0 else 0.0
         return np.sqrt(own * layer)
-
-    def to_dict(self):
-        """For JSON."""
-        return {"layer": self.layer, "kl": self.kl.tolist(), "error": self.error.tolist()}
-
-    @classmethod
-    def from_dict(cls, data):
-        """HwkvError if what it holds is not one number per KV head."""
-        found = cls(data["layer"], *(np.array(data[name], dtype=np.float64) for name in ("kl", "error")))
-        if found.kl.ndim != 1 or found.kl.shape != found.error.shape:
-            raise HwkvError(
-                f"kl and error have the shapes {found.kl.shape} and {found.error.shape}, one number per KV head expected"
-            )
-        return found
 
 
 def squared_errors(outputs):

@@ -1,4 +1,4 @@
-"""`hwkv bench memory|throughput|capacity`: fresh-server measurements, each case a Row in a JSONL file."""
+"""`hwkv bench memory|throughput|capacity`: fresh-server measurements, each case a row of a JSONL file."""
 
 import argparse
 from pathlib import Path
@@ -55,7 +55,8 @@ def add_arguments(parser):
             "--memory-limit",
             type=sizes.parse,
             metavar="SIZE",
-            help="limit of the server process, such as 3GiB: a control group where one can be made, else of its address space",
+            help="limit of the server process, such as 3GiB: a control group where one can be made, else of its"
+            " address space",
         )
         if kind == "capacity":
             add(
@@ -98,7 +99,8 @@ def add_arguments(parser):
             "--load-mode",
             choices=("none", "mmap"),
             default="none",
-            help="how weights are loaded; mapped ones are file pages, which the kernel takes back under pressure (default: none)",
+            help="how weights are loaded; mapped ones are file pages, which the kernel takes back under pressure"
+            " (default: none)",
         )
         add(
             "--timeout",

@@ -10,6 +10,7 @@ from ..base import sizes
 from ..base.atomic import check_target
 from ..base.options import count, from_zero, listed, share
 from ..calibration.calibrate import asked_budget, find
+from ..calibration.files import to_data
 from ..calibration.method import methods
 from ..calibration.run import Settings, check_model
 from ..errors import HwkvError
@@ -227,7 +228,7 @@ def run(args):
             "selected": {**selected.setting, "n_sink": selected.n_sink},
             "policy": str(args.output),
             "run": str(folder),
-            "records": [json.loads(record.to_json()) for record in records],
+            "records": [to_data(record) for record in records],
         }
         print(json.dumps(found, indent=2, ensure_ascii=False))
         return

@@ -1,12 +1,15 @@
 """`hwkv report`: Markdown, CSV and one self-contained HTML page from measured rows."""
 
+import argparse
 from pathlib import Path
 
 from ..base.atomic import check_target, replacing
 from ..errors import HwkvError
 from ..measure import records
+from ..measure.rows import ServerRow
 from ..report.comparison import make_sections
 from ..report.page import csv, markdown, page
+from .output import print_json
 
 
 def add_arguments(parser):
@@ -18,11 +21,30 @@ def add_arguments(parser):
     parser.add_argument(
         "-o", "--output", type=Path, metavar="DIR", help="folder for the files (default: print the Markdown)"
     )
+    parser.add_argument(
+        "--schema",
+        action=_Schema,
+        nargs=0,
+        help="print the JSON schema of a row, of every kind of measurement, and end",
+    )
     parser.add_argument("--force", action="store_true", help="replace files that exist")
 
 
+class _Schema(argparse.Action):
+    """Like --version: needs no other argument."""
+
+    def __call__(self, parser, *_):
+        print_json(records.schema())
+        parser.exit()
+
+
 def run(args):
-    rows = [row for path in args.runs for row in records.read(path)]
+    rows = []
+    for path in args.runs:
+        found = records.read(path)
+        if other := next((row.kind for row in found if not isinstance(row, ServerRow)), None):
+            raise HwkvError(f"{path}: rows of the kind '{other}' have no report: the rows of hwkv bench expected")
+        rows += found
     rows = list({row.key: row for row in rows}.values())  # the last of each case
     if not rows:
         raise HwkvError(f"{', '.join(map(str, args.runs))}: no rows")

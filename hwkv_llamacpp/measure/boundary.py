@@ -67,5 +67,8 @@ def scan(highest, guess, grid=GRID, lowest=1):
         bad.append((yield high * grid, "first failure", round_))
     n_good, n_bad = good.count(OK), bad.count(OUT_OF_MEMORY)
     confirmed = n_good == n_bad == N_CONFIRM
-    note = f"{n_good} of {N_CONFIRM} runs succeeded at {low * grid:,} tokens, {n_bad} of {N_CONFIRM} ran out of memory at {high * grid:,}"
+    note = (
+        f"{n_good} of {N_CONFIRM} runs succeeded at {low * grid:,} tokens,"
+        f" {n_bad} of {N_CONFIRM} ran out of memory at {high * grid:,}"
+    )
     return Boundary(low * grid, high * grid, confirmed, note if confirmed else f"not confirmed: {note}")

@@ -1,4 +1,4 @@
-"""One measured case: a fresh llama-server, one fixed request, its end, and the Row of it all.
+"""One measured case: a fresh llama-server, one fixed request, its end, and the ServerRow of it all.
 
 The prompt fills the context but for the tokens to generate, as token ids of the same invented text in every arm.
 Nothing is kept between cases, no prompt cache, no checkpoints; llama.cpp may not change the context or the offloading.
@@ -6,7 +6,6 @@ Nothing is kept between cases, no prompt cache, no checkpoints; llama.cpp may no
 
 import contextlib
 import ctypes
-import datetime
 import os
 import re
 import signal
@@ -20,7 +19,6 @@ import requests
 
 from ..base.names import as_text
 from ..errors import HwkvError
-from ..gguf import digest
 from ..plan import dry_run
 from ..policy.policy import Policy
 from ..runtime import native
@@ -28,13 +26,23 @@ from ..runtime.server import LlamaServer, ServerOptions
 from . import ending, machine
 from .memory_limit import memory_group
 from .prompt import prompt_tokens
-from .records import Row
+from .rows import ServerRow
 from .sampler import MemorySampler
 
 MIB = 2**20
 # nothing but the context may take memory; the log tells what each buffer takes
 FIXED_FLAGS = ("--cache-ram", "0", "--ctx-checkpoints", "0", "-lv", "4")
 N_TAIL = 12
+# llama-server's timings -> ours
+TIMINGS = {
+    "prompt_n": "n_prefill",
+    "cache_n": "n_cached",
+    "predicted_n": "n_decode",
+    "prompt_ms": "prefill_ms",
+    "predicted_ms": "decode_ms",
+    "prompt_per_second": "prefill_ts",
+    "predicted_per_second": "decode_ts",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,8 +97,8 @@ class Settings:
 
 
 def measure(kind, arm, n_ctx, settings, geometry, *, round_=0, step=None, gpus=None, plan=None, log_path=None):
-    """The Row of one case. It always comes back: what goes wrong is its status and cause, unless the build itself is
-    missing.
+    """The ServerRow of one case. It always comes back: what goes wrong is its status and cause, unless the build itself
+    is missing.
 
     plan: plan.Plan of this arm and context, if there is one.
     """
@@ -109,43 +117,39 @@ def measure(kind, arm, n_ctx, settings, geometry, *, round_=0, step=None, gpus=N
 
 
 def describe(kind, arm, n_ctx, settings, geometry, round_=0, step=None):
-    """A Row that says all that was asked for."""
-    policy = arm.policy
-    row = Row(kind, arm.name, n_ctx, round=round_, step=step)
-    row.date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    row.commit, row.machine = machine.commit(), machine.machine()
-    vars(row).update(machine.build(arm.upstream))
-    row.build_pair = machine.build_pair()
-    row.model, row.model_bytes = (
-        as_text(settings.model.name),
-        sum(path.stat().st_size for path in digest.shards(settings.model)),
+    """A ServerRow that says all that was asked for."""
+    policy, options = arm.policy, settings.options(arm, n_ctx, geometry)
+    return ServerRow(
+        kind=kind,
+        arm=arm.name,
+        n_ctx=n_ctx,
+        round=round_,
+        step=step,
+        **machine.origin(settings.model, arm.upstream),
+        n_ctx_train=geometry.n_ctx_train,
+        policy=as_text(arm.path.name) if policy else None,
+        policy_fingerprint=policy.fingerprint(geometry.n_layer) if policy else None,
+        n_sink=policy.n_sink if policy else 0,
+        retention=policy.retention(n_ctx, geometry) if policy else 1.0,
+        kv_layers=[
+            (x.layer, (x.head_dim_k + x.head_dim_v) * 2, list(policy.row(x) if policy else (None,) * x.n_head_kv))
+            for x in geometry.configurable
+        ],
+        arguments=[as_text(Path(word).name) if "/" in word else word for word in options.arguments()],
+        settings={
+            "n_predict": settings.n_predict,
+            "n_batch": settings.n_batch,
+            "n_ubatch": settings.n_ubatch,
+            "n_threads": settings.n_threads,
+            "n_gpu_layers": settings.n_gpu_layers,
+            "type_k": settings.type_k,
+            "type_v": settings.type_v,
+            "flash_attn": True,
+            "n_parallel": 1,
+            "load_mode": settings.load_mode,
+        },
+        memory_limit_bytes=settings.memory_limit_bytes,
     )
-    row.model_sha256, row.n_ctx_train = digest.of_model(settings.model), geometry.n_ctx_train
-    row.policy = as_text(arm.path.name) if policy else None
-    row.policy_fingerprint = policy.fingerprint(geometry.n_layer) if policy else None
-    row.n_sink = policy.n_sink if policy else 0
-    row.retention = policy.retention(n_ctx, geometry) if policy else 1.0
-    row.kv_layers = [
-        [x.layer, (x.head_dim_k + x.head_dim_v) * 2, list(policy.row(x) if policy else (None,) * x.n_head_kv)]
-        for x in geometry.configurable
-    ]
-    row.arguments = [
-        as_text(Path(word).name) if "/" in word else word for word in settings.options(arm, n_ctx, geometry).arguments()
-    ]
-    row.settings = {
-        "n_predict": settings.n_predict,
-        "n_batch": settings.n_batch,
-        "n_ubatch": settings.n_ubatch,
-        "n_threads": settings.n_threads,
-        "n_gpu_layers": settings.n_gpu_layers,
-        "type_k": settings.type_k,
-        "type_v": settings.type_v,
-        "flash_attn": True,
-        "n_parallel": 1,
-        "load_mode": settings.load_mode,
-    }
-    row.memory_limit_bytes = settings.memory_limit_bytes
-    return row
 
 
 class _Case:
@@ -169,8 +173,6 @@ class _Case:
         self.group.enter()
 
     def _launched(self, pid):
-        if self.sampler:  # a second try, after a port was taken
-            self.sampler.stop()
         self.pid = pid
         self.sampler = MemorySampler(pid, self.gpus)
 
@@ -198,8 +200,7 @@ class _Case:
 
     def _request(self):
         row, server, n_predict = self.row, self.server, self.settings.n_predict
-        if row.arm != "upstream":
-            self._props()
+        self._check_server()
         row.phase, self.phase_start = "prefill", len(server.log())
         last = None
         with self._deadline():
@@ -217,20 +218,31 @@ class _Case:
                 last = piece
         timings = (last or {}).get("timings")
         if timings:
-            row.take_timings(timings)
+            for theirs, ours in TIMINGS.items():
+                setattr(row, ours, timings.get(theirs))
         if not timings or (row.n_prefill, row.n_cached, row.n_decode) != (len(prompt), 0, n_predict):
             raise HwkvError(
                 f"{len(prompt)} prompt tokens and {n_predict} generated ones expected, llama-server reports "
                 f"{row.n_prefill} (and {row.n_cached} from a cache) and {row.n_decode}"
             )
 
-    def _props(self):
-        """What a grouped cache holds, to the byte; asked before the prompt, which the server may not survive."""
-        row, hwkv = self.row, self.server.props().get("hwkv", {})
-        if hwkv.get("active"):
+    def _check_server(self):
+        """It has the model and the policy of this row, in every arm; what a grouped cache holds, to the byte. Asked
+        before the prompt, which the server may not survive."""
+        row, props = self.row, self.server.props()
+        if (model := props.get("model_path")) != str(self.settings.model):
+            raise HwkvError(f"the server has loaded {model}, {self.settings.model} expected")
+        hwkv = props.get("hwkv")
+        if (hwkv is None) != (row.arm == "upstream"):
+            raise HwkvError(f"the server is {'the unpatched' if hwkv is None else 'not the unpatched'} llama-server")
+        if hwkv is None:
+            return
+        # a policy whose windows cover the context is served as full KV
+        found = hwkv["fingerprint"] if hwkv["active"] else None
+        if found != row.policy_fingerprint and (found or row.retention < 1):
+            raise HwkvError(f"the server runs {_policy(found)}, {_policy(row.policy_fingerprint)} expected")
+        if hwkv["active"]:
             row.kv_bytes, row.kv_bytes_source = hwkv["kv_bytes"], "props"
-            if row.policy_fingerprint != hwkv["fingerprint"]:
-                raise HwkvError(f"the server runs policy {hwkv['fingerprint']}, {row.policy_fingerprint} expected")
 
     @contextlib.contextmanager
     def _deadline(self):
@@ -304,6 +316,10 @@ def full_policy(geometry):
 def on_gpu(row):
     """True if the row's peak is that of GPU memory."""
     return (row.peak_counts or "").startswith("gpu")
+
+
+def _policy(fingerprint):
+    return f"policy {fingerprint}" if fingerprint else "full KV"
 
 
 def _growth(row):

@@ -19,7 +19,7 @@ OUT_OF_MEMORY = re.compile(
 
 @dataclass(frozen=True)
 class Ending:
-    status: str  # one of records.STATUSES
+    status: str  # as in rows.ServerRow
     cause: str | None  # one line for people; None for "ok"
     exit_code: int | None  # negative: minus the signal; None while the process runs
 

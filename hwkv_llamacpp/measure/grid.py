@@ -1,4 +1,4 @@
-"""A grid of measured cases, or a search for the largest context: each case is a Row in a JSONL file. Memory and
+"""A grid of measured cases, or a search for the largest context: each case is a row of a JSONL file. Memory and
 throughput are two views of the same grid of cases: what one command has measured, the other only shows.
 
 Arms: `upstream` is the unpatched llama-server of the same source and flags, `full` is ours with an all-full policy,
@@ -23,10 +23,12 @@ from ..policy.policy import Policy
 from ..runtime import native
 from . import boundary, machine, records, sampler
 from .case import Arm, describe, full_policy, measure, on_gpu
+from .rows import ServerRow
 
 MIB = 2**20
 PROCESS_CTX = 2048  # context of the run that tells what the process holds beside its buffers
 ARMS = ("upstream", "full", "policy")
+RESULTS = ("ok", "out of memory")  # other ends say nothing of the case, and it is tried again
 
 
 class Grid:
@@ -51,15 +53,15 @@ class Grid:
         self.arms = self._make_arms(arms, policies)
         for arm in self.arms:
             native.binary("llama-server", arm.upstream)
-        self.done = {
-            row.key: row for row in records.read(self.output, missing_ok=True) if row.status in records.RESULTS
-        }
+        held = [row for row in records.read(self.output, missing_ok=True) if isinstance(row, ServerRow)]
+        self.done = {row.key: row for row in held if row.status in RESULTS}
         other = sum(
             row.build_pair != machine.build_pair() or row.machine != machine.machine() for row in self.done.values()
         )
         if other:
             self._say(
-                f"{self.output} holds {other} rows of another build or machine: they stay, and are compared with nothing new"
+                f"{self.output} holds {other} rows of another build or machine: they stay, and are compared with"
+                " nothing new"
             )
 
     def _check_machine(self, n_gpu_layers):
@@ -78,7 +80,8 @@ class Grid:
             )
         if self.kind == "capacity" and limit is None and not (self.gpus and n_gpu_layers):
             raise HwkvError(
-                "on a CPU the capacity needs --memory-limit, such as 3GiB: without one the machine itself would run out."
+                "on a CPU the capacity needs --memory-limit, such as 3GiB: without one the machine itself would run"
+                " out."
             )
 
     def _make_arms(self, wanted, paths):
@@ -167,11 +170,11 @@ class Grid:
     # one case
 
     def _asked(self, arm, n_ctx, round_, step=None):
-        """The Row of a case before it is measured."""
+        """The row of a case before it is measured."""
         return describe(self.kind, arm, n_ctx, self.settings, self.geometry, round_, step)
 
     def _case(self, arm, n_ctx, round_, step=None):
-        """The Row of a case: the one that is there, or a new one."""
+        """The row of a case: the one that is there, or a new one."""
         if row := self.done.get(self._asked(arm, n_ctx, round_, step).key):
             return row
         plan = self._plan(arm, n_ctx) if self.planner.dry else None
@@ -200,8 +203,8 @@ class Grid:
                 else ""
             )
             result = (
-                f"{charged}peak {row.peak_bytes / MIB:,.1f} MiB, KV {row.kv_bytes / MIB:,.1f} MiB, prefill {row.prefill_ts:,.1f} t/s, "
-                f"decode {row.decode_ts:,.2f} t/s"
+                f"{charged}peak {row.peak_bytes / MIB:,.1f} MiB, KV {row.kv_bytes / MIB:,.1f} MiB,"
+                f" prefill {row.prefill_ts:,.1f} t/s, decode {row.decode_ts:,.2f} t/s"
             )
         what = (
             "warm-up, which tells what the process holds beside its buffers"
@@ -250,8 +253,9 @@ class Grid:
             )
         if n_ctx > self.geometry.n_ctx_train:
             self._say(
-                f"warning: a context of {n_ctx} is larger than the model was trained for ({self.geometry.n_ctx_train}): llama-server "
-                "is told otherwise with --override-kv; memory and speed are right, the text that comes out is not"
+                f"warning: a context of {n_ctx} is larger than the model was trained for ({self.geometry.n_ctx_train}):"
+                " llama-server is told otherwise with --override-kv; memory and speed are right,"
+                " the text that comes out is not"
             )
 
     @staticmethod

@@ -1,5 +1,6 @@
 """What a measurement ran on: this machine, this checkout, this build, this model file."""
 
+import datetime
 import functools
 import hashlib
 import json
@@ -11,10 +12,34 @@ from pathlib import Path
 
 import psutil
 
+from ..base.names import as_text
 from ..base.places import ROOT
 from ..errors import HwkvError
+from ..gguf import digest
 from ..runtime import native
 from . import sampler
+
+
+def origin(model, upstream=False):
+    """What every row says of where it comes from, see rows.Row: the date is now. upstream: measured with the unpatched
+    build."""
+    files = [(path, path.stat()) for path in digest.shards(model)]
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit(),
+        **build(upstream),
+        "build_pair": build_pair(),
+        "machine": machine(),
+        "model": as_text(Path(model).name),
+        "model_sha256": _model_sha256(model, *((path, stat.st_size, stat.st_mtime_ns) for path, stat in files)),
+        "model_bytes": sum(stat.st_size for _, stat in files),
+    }
+
+
+@functools.cache
+def _model_sha256(model, *files):
+    """files: what tells that the model is still the same."""
+    return digest.of_model(model)
 
 
 @functools.cache

@@ -45,7 +45,7 @@ def diary(n_days):
     margin = min(9, n_days // 12)
     facts = {margin: " The harbour master's dog is called Biscuit.", n_days - margin: " My new boat is painted yellow."}
     return "\n".join(
-        f"Day {day}. The morning was {rng.choice(weather)}. {rng.choice(work)}, and in the afternoon {rng.choice(sights)}."
-        + facts.get(day, "")
+        f"Day {day}. The morning was {rng.choice(weather)}."
+        f" {rng.choice(work)}, and in the afternoon {rng.choice(sights)}." + facts.get(day, "")
         for day in range(1, n_days + 1)
     )

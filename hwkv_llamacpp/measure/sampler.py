@@ -105,7 +105,10 @@ class Gpus:
 
     def describe(self):
         """[{"name", "memory_bytes"}] and the driver's version."""
-        text = lambda value: value.decode() if isinstance(value, bytes) else value
+
+        def text(value):
+            return value.decode() if isinstance(value, bytes) else value
+
         devices = [
             {
                 "name": text(self._nvml.nvmlDeviceGetName(handle)),

@@ -4,10 +4,8 @@ Rows are compared only where machine, builds, model and settings are the same; e
 figure of a context is the median over repetitions; a ratio is the median over repetitions of the ratios within one.
 """
 
-import html
-import statistics
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from ..base import sizes
@@ -26,6 +24,8 @@ NEEDED = (
     "n_ctx_train",
     "settings",
 )  # in every row
+# what is compared
+FIGURES = ("peak_bytes", "predicted_peak_bytes", "kv_bytes", "predicted_kv_bytes", "prefill_ts", "decode_ts")
 VIEWS = {"memory": "Memory", "throughput": "Throughput", "capacity": "Capacity"}
 
 
@@ -45,17 +45,6 @@ class Table:
         ]
         lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in self.rows]
         return "\n".join(lines + [""] + [f"{note}\n" for note in self.notes])
-
-    def html(self):
-        def cells(tag, row):
-            return "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
-
-        body = "".join(f"<tr>{cells('td', row)}</tr>" for row in self.rows)
-        notes = "".join(f"<p class=note>{html.escape(note)}</p>" for note in self.notes)
-        return (
-            f"<table><caption>{html.escape(self.title)}</caption><thead><tr>{cells('th', self.columns)}</tr></thead>"
-            f"<tbody>{body}</tbody></table>{notes}"
-        )
 
     def print(self):
         from rich import box
@@ -103,7 +92,8 @@ class Section:
         facts = [
             (
                 "machine",
-                f"{machine['cpu']}, {machine['n_cpus']} CPUs, {machine['memory_bytes'] / 2**30:.1f} GiB, {machine['system']}"
+                f"{machine['cpu']}, {machine['n_cpus']} CPUs, {machine['memory_bytes'] / 2**30:.1f} GiB,"
+                + f" {machine['system']}"
                 + (f", {gpus}, driver {machine.get('driver')}" if gpus else ""),
             ),
             (
@@ -159,21 +149,42 @@ class Section:
     def reference(self):
         return next((arm for arm in self.arms if arm in ("upstream", "full")), None)
 
+    @cached_property
+    def _frame(self):
+        """The figures of the rows that succeeded."""
+        import pandas  # here: the other commands do without
+
+        names = ["arm", "n_ctx", "round", "peak_counts", *FIGURES]
+        rows = [[getattr(row, name) for name in names] for row in self.rows if row.status == "ok"]
+        return pandas.DataFrame(rows, columns=names).astype(dict.fromkeys(FIGURES, float))
+
+    @cached_property
+    def _medians(self):
+        return self._frame.groupby(["arm", "n_ctx"])[list(FIGURES)].median()
+
+    @cached_property
+    def _ratios(self):
+        """Medians of the ratios within a repetition."""
+        frame = self._frame
+        reference = (
+            frame[frame.arm == self.reference].drop(columns="arm").drop_duplicates(["n_ctx", "round"], keep="last")
+        )
+        pairs = frame.merge(reference, on=["n_ctx", "round"], suffixes=("", " of the reference"))
+        for name in FIGURES:
+            values, base = pairs[name], pairs[f"{name} of the reference"]
+            pairs[name] = (values / base).where((values != 0) & (base != 0))
+        # figures of different instruments have no ratio
+        pairs.loc[pairs.peak_counts != pairs["peak_counts of the reference"], "peak_bytes"] = None
+        return pairs.groupby(["arm", "n_ctx"])[list(FIGURES)].median()
+
     def median(self, arm, n_ctx, name):
-        values = [getattr(row, name) for row in self.ok(arm, n_ctx) if getattr(row, name) is not None]
-        return statistics.median(values) if values else None
+        """Over repetitions; None without any."""
+        return _at(self._medians, arm, n_ctx, name)
 
     def ratio(self, arm, n_ctx, name):
         """Median over repetitions of this arm's value as a share of the reference's in the same repetition; None
-        without a pair. Figures of different instruments have no ratio."""
-        base = {row.round: row for row in self.ok(self.reference, n_ctx)} if self.reference else {}
-        pairs = [(row, base[row.round]) for row in self.ok(arm, n_ctx) if row.round in base]
-        ratios = [
-            getattr(a, name) / getattr(b, name)
-            for a, b in pairs
-            if getattr(a, name) and getattr(b, name) and (name != "peak_bytes" or a.peak_counts == b.peak_counts)
-        ]
-        return statistics.median(ratios) if ratios else None
+        without a pair."""
+        return _at(self._ratios, arm, n_ctx, name)
 
     @property
     def _of_reference(self):
@@ -283,13 +294,13 @@ class Section:
             )
         table.notes.append(
             "A boundary is a pair that was measured: contexts one grid step apart, each repeated three times in filled "
-            "contexts. The ideal with all bytes is the context at which the predicted peak reaches the reference's; that of "
-            "KV alone counts the nominal windows and nothing else."
+            "contexts. The ideal with all bytes is the context at which the predicted peak reaches the reference's; "
+            "that of KV alone counts the nominal windows and nothing else."
         )
         if any(pair.charged for pair in found.values()):
             table.notes.append(
-                "Charged is the most that the kernel counted against the limit at the last success; that includes the page cache "
-                "of files that the server read."
+                "Charged is the most that the kernel counted against the limit at the last success; that includes the "
+                "page cache of files that the server read."
             )
         table.notes.append(kv_note([row for row in self.rows if row.kv_bytes]))
         off = [
@@ -315,6 +326,14 @@ class Section:
             drawn.append(("Largest context", figures.capacity({arm: Pair(self, arm) for arm in self.arms})))
         drawn += [(f"Windows of the policy {arm}", figures.policy(policy)) for arm, policy in self.policies().items()]
         return [(title, svg) for title, svg in drawn if svg]
+
+
+def _at(frame, arm, n_ctx, name):
+    """A value of a frame of (arm, n_ctx), None where there is none."""
+    if (arm, n_ctx) not in frame.index:
+        return None
+    value = frame.at[(arm, n_ctx), name]
+    return None if value != value else float(value)  # NaN is not itself
 
 
 class Pair:
@@ -418,12 +437,12 @@ def make_sections(rows):
         for row in held:
             policies.setdefault(row.arm, set()).add(row.policy_fingerprint)
         sets[key] = [
-            replace(row, arm=f"{row.arm} {row.policy_fingerprint[:8]}") if len(policies[row.arm]) > 1 else row
+            row.model_copy(update={"arm": f"{row.arm} {row.policy_fingerprint[:8]}"})
+            if len(policies[row.arm]) > 1
+            else row
             for row in held
         ]
     views = {"grid": ("memory", "throughput"), "capacity": ("capacity",)}
-    for kind in {key[0] for key in sets} - set(views):
-        raise HwkvError(f"rows of the unknown kind {kind!r}")
     sections = [Section(sets[key], view) for view in VIEWS for key in sets if view in views[key[0]]]
     return [
         s for s in sections if s.view != "throughput" or any(row.prefill_ts for row in s.rows)

@@ -15,10 +15,13 @@ import time
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+import psutil
 import requests
 
 from ..errors import HwkvError
 from . import native
+
+HOST = "127.0.0.1"
 
 
 def flag(name, default=None):
@@ -45,6 +48,7 @@ class ServerOptions:
     context_shift: bool | None = flag("--context-shift|--no-context-shift")
     fit: str | None = flag("-fit", "off")  # "on" lets llama.cpp change n_ctx and offloading to fit the memory
     slot_save_path: str | os.PathLike | None = flag("--slot-save-path")
+    port: int = flag("--port", 0)  # 0: one that the system chooses
     extra: tuple[str, ...] = ()  # more flags, as they are
     environment: dict[str, str] = field(default_factory=dict)
     upstream: bool = False  # run the unpatched build; `policy` must be None
@@ -66,7 +70,7 @@ class ServerOptions:
 
 
 class LlamaServer:
-    """One llama-server process on a free port of 127.0.0.1. Its log is kept at `log_path`; without one, in a temporary
+    """One llama-server process on a port of 127.0.0.1. Its log is kept at `log_path`; without one, in a temporary
     file that is removed when a server that came up is stopped.
 
     LLAMA_ARG_* variables of the caller are not passed on: a server is what its options say. Raises HwkvError, with the
@@ -100,49 +104,47 @@ class LlamaServer:
         """Starts the process and waits until it has loaded the model."""
         program = native.binary("llama-server", self.options.upstream)
         environment = {k: v for k, v in os.environ.items() if not k.startswith("LLAMA_ARG_")} | self.options.environment
-        self._is_up, self._kept_log = False, None
-        for attempt in range(3):
-            self.port = free_port()
-            command = [str(program), *self.options.arguments(), "--host", "127.0.0.1", "--port", str(self.port)]
-            with open(self.log_path, "w", errors="surrogateescape") as log:
-                log.write(f"$ {' '.join(command)}\n")
-                log.flush()
-                self.process = subprocess.Popen(
-                    command,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    stdin=subprocess.DEVNULL,
-                    env=environment,
-                    preexec_fn=self.setup,
-                )
-            try:
-                if self.launched:
-                    self.launched(self.process.pid)
-                self._wait_until_healthy()
-                self._is_up = True
-                return
-            except HwkvError:
-                # another process may have taken the port between our look and the server's
-                if attempt == 2 or "couldn't bind" not in self.log():
-                    raise
-            except BaseException:
-                self.stop()
-                raise
+        self.port, self._is_up, self._kept_log = None, False, None
+        command = [str(program), *self.options.arguments(), "--host", HOST]
+        with open(self.log_path, "w", errors="surrogateescape") as log:
+            log.write(f"$ {' '.join(command)}\n")
+            log.flush()
+            self.process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                preexec_fn=self.setup,
+            )
+        try:
+            if self.launched:
+                self.launched(self.process.pid)
+            self._wait_until_healthy()
+            self._is_up = True
+        except BaseException:
+            self.stop()
+            raise
 
     def _wait_until_healthy(self):
         deadline = time.monotonic() + self.options.start_timeout_s
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 raise HwkvError(f"llama-server did not start: {self.exit_cause()}; its log is {self.log_path}.")
-            try:
-                if requests.get(f"{self.url}/health", timeout=5).status_code == 200:
-                    return
-            except requests.RequestException:
-                pass
+            self.port = self.port or listening_port(self.process.pid)
+            if self.port and self._answers():
+                return
             time.sleep(0.05)
         raise TimeoutError(
             f"llama-server was not ready after {self.options.start_timeout_s:g} s; its log is {self.log_path}."
         )
+
+    def _answers(self):
+        try:
+            status = requests.get(f"{self.url}/health", timeout=5).status_code
+        except requests.RequestException:
+            return False
+        return status == 200 and self.process.poll() is None
 
     def stop(self):
         """Ends the process: asks first, kills after 10 s. Does nothing where it has ended."""
@@ -160,7 +162,7 @@ class LlamaServer:
 
     @property
     def url(self):
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{HOST}:{self.port}"
 
     def log(self):
         """Everything the process has printed so far."""
@@ -216,11 +218,14 @@ class LlamaServer:
         return HwkvError(f"llama-server ended on {path}: {self.exit_cause()}; its log is {self.log_path}.")
 
     def _request(self, method, path, body, timeout, stream=False):
-        """The reply, with status 200."""
+        """The reply, with status 200. It is the process's own: as long as that lives, nobody else has its port."""
         try:
             reply = requests.request(method, self.url + path, json=body, timeout=timeout, stream=stream)
         except requests.ConnectionError:
             raise self._lost(path) from None
+        if self.process.poll() is not None:
+            reply.close()
+            raise self._lost(path)
         if reply.status_code != 200:
             try:
                 message = reply.json()["error"]["message"]
@@ -244,7 +249,17 @@ class LlamaServer:
         return {"rss_bytes": kib["VmRSS"] * 1024, "rss_peak_bytes": kib["VmHWM"] * 1024} if len(kib) == 2 else None
 
 
+def listening_port(pid):
+    """The port that a process listens on, as the kernel says, or None so far. What answers on a port may be anybody."""
+    try:
+        connections = psutil.Process(pid).net_connections("tcp4")
+    except psutil.Error:
+        return None
+    return next((c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN), None)
+
+
 def free_port():
+    """A port that nobody listens on at the moment, for programs that cannot choose one themselves."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -257,6 +272,7 @@ def last_error(log):
         r"hwkv.*(error|refus|not |cannot)",
         r"out of memory",
         r"GGML_ASSERT|GGML_ABORT",
+        r"couldn't bind",
         r"^error",
         r"error loading model|failed to initialize the context|llama_init_from_model",
         r"error|failed|terminate",

@@ -13,20 +13,23 @@ calibration goes on from them.
 import hashlib
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 from tqdm import tqdm
 
 from ...base.options import count
 from ...errors import HwkvError
 from ...policy.allocation import allocate
 from ...policy.budget import Budget
+from ..files import KNOWN_KEYS, Count, Number, Table, read, write
 from ..layerwise import END, START
 from ..method import Method
-from ..run import check_replay, chosen, read, write
+from ..run import ELSEWHERE, RunFile, check_replay, chosen
 from ..sensitivity import PROBE, Sensitivity, measure, squared_errors
 from ..trace import sample_positions
 
@@ -93,17 +96,18 @@ def expected_losses(folder, geometry, n_sink):
     for needed in (*paths, path):
         if not needed.exists():
             raise HwkvError(
-                f"{folder}: no finished run of hwkv calibrate --method leastkl with --sink {n_sink}: {needed.name} is missing"
+                f"{folder}: no finished run of hwkv calibrate --method leastkl with --sink {n_sink}:"
+                f" {needed.name} is missing"
             )
-    made_for = read(Path(folder) / "run.json", lambda data: data["model_fingerprint"])
+    made_for = read(Path(folder) / "run.json", RunFile, advice=ELSEWHERE).model_fingerprint
     if made_for != geometry.fingerprint:
         raise HwkvError(
-            f"{folder}: a run of another model: its model_fingerprint is {made_for}, {geometry.fingerprint} expected ({geometry.name})"
+            f"{folder}: a run of another model: its model_fingerprint is {made_for}, {geometry.fingerprint} expected"
+            f" ({geometry.name})"
         )
-    windows = read(path, lambda data: data["windows"])
-    errors = read(path, lambda data: _errors(data, layers, windows))[0]
-    held = {layer.layer: read(p, lambda data: _sensitivity(data, layer))[0] for layer, p in zip(layers, paths)}
-    return windows, {il: held[il].weights[:, None] * errors[il] for il in held}
+    file = read(path, ErrorsFile, partial(_check_errors, layers=layers))
+    held = [_sensitivity(path, layer) for layer, path in zip(layers, paths)]
+    return file.windows, {found.layer: found.weights[:, None] * file.errors[found.layer] for found in held}
 
 
 def _sensitivity_paths(folder, layers, n_sink):
@@ -115,27 +119,40 @@ def _errors_path(folder, rows, n_sink):
     return Path(folder) / "layers" / f"errors-{key}.json"
 
 
-def _sensitivity(data, layer):
-    seconds = float(data.pop("seconds"))
-    found = Sensitivity.from_dict(data)
-    if (found.layer, len(found.kl)) != (layer.layer, layer.n_head_kv):
-        raise HwkvError(
-            f"{len(found.kl)} KV heads of layer {found.layer}; {layer.n_head_kv} of layer {layer.layer} expected"
-        )
-    return found, seconds
+def _sensitivity(path, layer):
+    """The Sensitivity of a Layer in a file."""
 
-
-def _errors(data, layers, windows):
-    errors = {layer.layer: np.array(data["errors"][str(layer.layer)], dtype=np.float64) for layer in layers}
-    if data["windows"] != windows:
-        raise HwkvError(f"errors under the windows {data['windows']}, {windows} expected")
-    for layer in layers:
-        if errors[layer.layer].shape != (layer.n_head_kv, len(windows)):
+    def check(found):
+        if (found.layer, len(found.kl)) != (layer.layer, layer.n_head_kv):
             raise HwkvError(
-                f"errors of layer {layer.layer} have the shape {errors[layer.layer].shape},"
-                f" ({layer.n_head_kv}, {len(windows)}) expected"
+                f"{len(found.kl)} KV heads of layer {found.layer}; {layer.n_head_kv} of layer {layer.layer} expected"
             )
-    return errors, float(data["seconds"])
+
+    return read(path, Sensitivity, check)
+
+
+@dataclass(frozen=True)
+class ErrorsFile:
+    """What a walk through the layers gave: {layer: mean squared error of each KV head's output under each candidate
+    window [n_head_kv, n_window]}."""
+
+    __pydantic_config__ = KNOWN_KEYS
+
+    windows: list[Count]
+    errors: dict[Annotated[int, Field(ge=0)], Table]
+    seconds: Number  # that it took
+
+
+def _check_errors(file, layers, windows=None):
+    """windows: the candidates that are wanted; None: whatever there are."""
+    if windows is not None and file.windows != windows:
+        raise HwkvError(f"errors under the windows {file.windows}, {windows} expected")
+    for layer in layers:
+        if layer.layer not in file.errors:
+            raise HwkvError(f"key 'errors.{layer.layer}' is missing")
+        shape, wanted = file.errors[layer.layer].shape, (layer.n_head_kv, len(file.windows))
+        if shape != wanted:
+            raise HwkvError(f"errors of layer {layer.layer} have the shape {shape}, {wanted} expected")
 
 
 class _Spending:
@@ -183,11 +200,11 @@ class _Spending:
                     missing, measure(self.run.model, self.layers, self.probe_traces, samples, n_sink, missing)
                 ):
                     now = time.monotonic()
-                    write(paths[layer], json.dumps({**found.to_dict(), "seconds": round(now - start, 3)}) + "\n")
+                    write(paths[layer], replace(found, seconds=round(now - start, 3)))
                     start = now
                     bar.update(len(found.kl))
-        held = [read(path, partial(_sensitivity, layer=layer)) for layer, path in paths.items()]
-        return {found.layer: found.weights for found, _ in held}, sum(seconds for _, seconds in held)
+        held = [_sensitivity(path, layer) for layer, path in paths.items()]
+        return {found.layer: found.weights for found in held}, sum(found.seconds for found in held)
 
     def errors(self, rows, n_sink):
         """({layer: mean squared error of each KV head's output under each candidate window [n_head_kv, n_window]},
@@ -195,19 +212,11 @@ class _Spending:
         path = _errors_path(self.run.folder, rows, n_sink)
         if not path.exists():
             start = time.monotonic()
-            found = {layer.layer: error.tolist() for layer, error in self._walk(rows, n_sink)}
-            write(
-                path,
-                json.dumps(
-                    {
-                        "windows": self.run.windows[n_sink],
-                        "errors": found,
-                        "seconds": round(time.monotonic() - start, 3),
-                    }
-                )
-                + "\n",
-            )
-        return read(path, partial(_errors, layers=self.layers, windows=self.run.windows[n_sink]))
+            found = {layer.layer: error for layer, error in self._walk(rows, n_sink)}
+            write(path, ErrorsFile(self.run.windows[n_sink], found, round(time.monotonic() - start, 3)))
+        wanted = partial(_check_errors, layers=self.layers, windows=self.run.windows[n_sink])
+        file = read(path, ErrorsFile, wanted)
+        return file.errors, file.seconds
 
     def _walk(self, rows, n_sink):
         """Yields (layer, errors) from the first layer on, each computed once, under these rows."""
@@ -224,7 +233,8 @@ class _Spending:
             error = squared_errors(outputs)
             if not np.isfinite(error).all():
                 raise HwkvError(
-                    f"layer {layer.layer}: the attention output on the trace holds values that are no numbers, so no window can be judged"
+                    f"layer {layer.layer}: the attention output on the trace holds values that are no numbers,"
+                    " so no window can be judged"
                 )
             layerwise.set_windows(layer.layer, row, n_sink)
             layerwise.run(layer.layer, above.layer if above else END)

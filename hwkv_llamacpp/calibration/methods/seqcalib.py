@@ -23,9 +23,10 @@ from tqdm import tqdm
 
 from ...base.options import listed, threshold
 from ...errors import HwkvError
+from ..files import KNOWN_KEYS, Number, read, write
 from ..layerwise import END, START
 from ..method import Method
-from ..run import check_replay, chosen, read, write
+from ..run import check_replay, chosen
 from ..scores import LayerScores, shortest_window
 from ..selection import by_tau
 
@@ -93,6 +94,16 @@ def file_name(layers, n_sink, rows):
     return f"{layers[len(rows)].layer:03d}-{key}.json"
 
 
+@dataclass(frozen=True)
+class _ScoresFile:
+    """What is kept of a layer under some rows below it."""
+
+    __pydantic_config__ = KNOWN_KEYS
+
+    scores: LayerScores
+    seconds: Number  # that they took
+
+
 class _Tree:
     """The tree of thresholds of one run: those that chose the same rows so far are one branch."""
 
@@ -155,27 +166,24 @@ class _Tree:
         windows = self.run.windows[self.n_sink]
         outputs = self.walker.layerwise.replay(layer, windows, self.n_sink)
         scores = LayerScores.of(layer, windows, self.n_sink, outputs)
-        text = json.dumps({"scores": scores.to_dict(), "seconds": round(time.monotonic() - start, 3)}) + "\n"
+        file = _ScoresFile(scores, round(time.monotonic() - start, 3))
         # the scores as a resumed run reads them
-        return LayerScores.from_dict(scores.to_dict()), outputs, partial(write, path, text)
+        return LayerScores.from_dict(scores.to_dict()), outputs, partial(write, path, file)
 
     def _saved_scores(self, layer, n_sink, path):
         """(LayerScores, seconds) of a layer's file."""
 
-        def parse(data):
-            scores, seconds = LayerScores.from_dict(data["scores"]), float(data["seconds"])
-            if (scores.layer, scores.windows, len(scores.mean)) != (
-                layer.layer,
-                tuple(self.run.windows[n_sink]),
-                layer.n_head_kv,
-            ):
+        def check(file):
+            scores, windows = file.scores, self.run.windows[n_sink]
+            found = scores.layer, scores.windows, len(scores.mean)
+            if found != (layer.layer, tuple(windows), layer.n_head_kv):
                 raise HwkvError(
-                    f"scores of layer {scores.layer} with {len(scores.mean)} KV heads and windows {list(scores.windows)}; layer"
-                    f" {layer.layer} with {layer.n_head_kv} and {self.run.windows[n_sink]} expected"
+                    f"scores of layer {scores.layer} with {len(scores.mean)} KV heads and windows"
+                    f" {list(scores.windows)}; layer {layer.layer} with {layer.n_head_kv} and {windows} expected"
                 )
-            return scores, seconds
 
-        return read(path, parse)
+        file = read(path, _ScoresFile, check)
+        return file.scores, file.seconds
 
     def record(self, tau, n_sink, rows):
         """The Record of a threshold."""
