@@ -59,6 +59,12 @@ int32_t llama_hwkv_n_draft_max(const llama_context * ctx) {
     return mem ? mem->get_n_draft_max() : 0;
 }
 
+llama_pos llama_hwkv_state_pos_min(const llama_context * ctx, llama_seq_id seq_id) {
+    const auto * mem = hwkv_memory(ctx);
+
+    return mem ? mem->state_pos_min(seq_id) : -1;
+}
+
 int32_t llama_hwkv_info(const llama_context * ctx, char * buf, size_t n) {
     const auto * mem = hwkv_memory(ctx);
 

@@ -40,28 +40,28 @@ llama_pos llama_memory_hwkv::group::seq_pos_min(llama_seq_id seq_id) const {
     return it == seq_pos.end() ? -1 : it->first;
 }
 
+llama_pos llama_memory_hwkv::group::visible(llama_pos pos) const {
+    switch (swa_type) {
+        case LLAMA_SWA_TYPE_NONE:
+            return 0;
+        case LLAMA_SWA_TYPE_CHUNKED:
+            return (pos / window) * window;
+        case LLAMA_SWA_TYPE_STANDARD:
+        case LLAMA_SWA_TYPE_SYMMETRIC:
+            return std::max(0, pos - window + 1);
+    }
+
+    GGML_ABORT("unknown kind of window");
+}
+
 llama_pos llama_memory_hwkv::group::needed(llama_pos p0) const {
     // it sees sink tokens only
     if (p0 <= n_sink) {
         return std::numeric_limits<llama_pos>::max();
     }
 
-    llama_pos res = 0;
-
-    switch (swa_type) {
-        case LLAMA_SWA_TYPE_NONE:
-            return 0;
-        case LLAMA_SWA_TYPE_CHUNKED:
-            res = (p0 / window) * window;
-            break;
-        case LLAMA_SWA_TYPE_STANDARD:
-        case LLAMA_SWA_TYPE_SYMMETRIC:
-            res = p0 - window + 1;
-            break;
-    }
-
     // at least the predecessor, so that a group never runs empty before the others
-    return std::max(n_sink, std::min(res, p0 - 1));
+    return std::max(n_sink, std::min(visible(p0), p0 - 1));
 }
 
 llama_pos llama_memory_hwkv::group::resumable(llama_pos pos) const {
@@ -106,14 +106,15 @@ llama_memory_hwkv::llama_memory_hwkv(const llama_model &         model,
 
     const uint32_t n_seq_ring = unified ? cparams.n_seq_max : 1;
 
-    // draft tokens can be taken back: what decoding them and the rest of their batch recycles must have been masked
-    //   before. in one ubatch of one sequence nothing else is. where a ring is shared, or the draft may not fit into one
-    //   ubatch, this many positions per sequence stay beyond the window
+    // draft tokens can be taken back: what decoding them recycles must have been masked before. one sequence alone decodes a
+    //   draft in one ubatch, and what that recycles was. beside other sequences a draft may end in a later ubatch than it
+    //   began (llama_batch_allocr::split_equal() stops at the shortest sequence), however large an ubatch is. that one may
+    //   recycle what was masked by the draft's first tokens, so this many positions per sequence stay beyond the window
     const uint32_t n_slack =
-        n_seq_ring > 1 || cparams.n_ubatch < LLAMA_HWKV_N_SLACK * cparams.n_seq_max ? LLAMA_HWKV_N_SLACK : 0;
+        cparams.n_seq_max > 1 || cparams.n_ubatch < LLAMA_HWKV_N_SLACK ? LLAMA_HWKV_N_SLACK : 0;
 
     // a draft of n tokens is decoded with the token before it, which stays
-    n_draft_max = n_slack > 0 ? n_slack : cparams.n_seq_max == 1 ? cparams.n_ubatch - 1 : LLAMA_HWKV_N_SLACK - 1;
+    n_draft_max = n_slack > 0 ? n_slack : cparams.n_ubatch - 1;
 
     const auto window_of = [&](uint32_t il, uint32_t ih) {
         if (policy->calibrate) {
@@ -637,6 +638,20 @@ llama_pos llama_memory_hwkv::seq_pos_min(llama_seq_id seq_id) const {
     // the recurrent state is that of its last position and cannot be cut back
     if (mem_recr) {
         res = std::max(res, mem_recr->seq_pos_min(seq_id));
+    }
+
+    return res;
+}
+
+llama_pos llama_memory_hwkv::state_pos_min(llama_seq_id seq_id) const {
+    llama_pos res = seq_pos_min(seq_id);
+
+    for (const auto & g : groups) {
+        const llama_pos pos_max = g->kv->seq_pos_max(seq_id);
+
+        if (pos_max >= 0) {
+            res = std::max(res, g->resumable(g->visible(pos_max)) - 1);
+        }
     }
 
     return res;

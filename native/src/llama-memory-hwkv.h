@@ -113,6 +113,9 @@ class llama_memory_hwkv : public llama_memory_i {
 
     void set_input_kq_mask(uint32_t ig, ggml_tensor * dst, const llama_ubatch * ubatch, bool causal) const;
 
+    // seq_pos_min() of the sequence once a state of it is restored: a state leaves out what its last position does not see
+    llama_pos state_pos_min(llama_seq_id seq_id) const;
+
     // where the KV heads of a layer are kept
     const std::vector<part> & get_parts(uint32_t il) const;
 
@@ -149,7 +152,10 @@ class llama_memory_hwkv : public llama_memory_i {
         // the lowest position that the sequence holds besides the sink tokens; -1 if there is none
         llama_pos seq_pos_min(llama_seq_id seq_id) const;
 
-        // the lowest position that decoding at position p0 > 0 sees besides the sink tokens
+        // the lowest position that is not beyond the window at position pos, that itself counted
+        llama_pos visible(llama_pos pos) const;
+
+        // the lowest position that decoding at position p0 > 0 needs besides the sink tokens
         llama_pos needed(llama_pos p0) const;
 
         // the lowest L > 0 such that needed() >= pos from there on
