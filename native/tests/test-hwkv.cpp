@@ -589,8 +589,8 @@ struct walk {
             layers = layers_of(model.get());
         }
 
-        const std::vector<int> choices = wp.seed % 3 == 2 ? std::vector<int>{ 1, 2, 3, 40, 150, 0 } :
-                                                            std::vector<int>{ 16, 40, 40, 150, 0 };
+        const std::vector<int> choices =
+            wp.seed % 3 == 2 ? std::vector<int>{ 1, 2, 3, 40, 150, 0 } : std::vector<int>{ 16, 40, 40, 150, 0 };
 
         // more than any layer has KV heads
         std::vector<int> windows(1024);
@@ -1150,9 +1150,11 @@ static int test_drafts(const std::string & path, const walk_params & wp) {
         w.verify(w.pick(wp.n_seq));
     }
 
-    printf("%-28s seed %3u, %u sequences, %-7s, -ub %-3u, n_sink %3d: drafts up to %d, worst NMSE %.1e (one token more: %.1e)\n",
-           stem(path).c_str(), wp.seed, wp.n_seq, wp.unified ? "unified" : "split", wp.n_ubatch, wp.n_sink,
-           llama_hwkv_n_draft_max(w.ctx.get()), w.worst, w.control);
+    printf(
+        "%-28s seed %3u, %u sequences, %-7s, -ub %-3u, n_sink %3d: drafts up to %d, worst NMSE %.1e (one token more: "
+        "%.1e)\n",
+        stem(path).c_str(), wp.seed, wp.n_seq, wp.unified ? "unified" : "split", wp.n_ubatch, wp.n_sink,
+        llama_hwkv_n_draft_max(w.ctx.get()), w.worst, w.control);
     fflush(stdout);
 
     return 0;
@@ -1230,10 +1232,11 @@ static int test_training(const std::string & path) {
 }
 
 static int usage(const char * name) {
-    fprintf(stderr,
-            "usage: %s archs DIR|MODEL [-ngl N]\n       %s walk|drafts MODEL [--seeds FIRST LAST] [--steps N] [-ngl N]\n"
-            "       %s training MODEL\n",
-            name, name, name);
+    fprintf(
+        stderr,
+        "usage: %s archs DIR|MODEL [-ngl N]\n       %s walk|drafts MODEL [--seeds FIRST LAST] [--steps N] [-ngl N]\n"
+        "       %s training MODEL\n",
+        name, name, name);
     return 2;
 }
 
