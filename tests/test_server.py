@@ -622,7 +622,13 @@ def test_drafts_beside_another_slot(random_models, tmp_path, unified):
         beside.result()
     with LlamaServer(options, tmp_path / "fresh.log") as server:
         for prompt, answer in asked:
-            assert_same(answer, ask(server, prompt, n_predict=12, cache_prompt=False), 0.0, f"cut to {len(prompt) - 3}")
+            expected = ask(server, prompt, n_predict=12, cache_prompt=False)
+            # the server gives no probabilities of accepted drafts: the tokens, up to one where the best two are equal
+            for step, token in enumerate(expected.tokens):
+                best = sorted(expected.top[step].values(), reverse=True)
+                if best[0] - best[1] < 1e-4:
+                    break
+                assert answer.tokens[step] == token, f"cut to {len(prompt) - 3}, token {step}"
 
 
 # ---- LlamaServer itself ----------------------------------------------------------------------------------------------
