@@ -86,6 +86,17 @@ def test_walk_of_sequence_operations(random_models, name):
         assert len(lines) == 5
 
 
+@pytest.mark.parametrize("name", ["made:llama", "gemma3-dense"])
+def test_drafts_are_taken_back(random_models, name):
+    """Two to four sequences, split (odd seeds) and unified, where rings hold little more than the windows."""
+    lines = run(native.binary("test-hwkv"), "drafts", model(random_models, name), "--seeds", 0, 5, "--steps", 6)
+    assert len(lines) == 6 * 3
+
+
+def test_training_is_refused():
+    assert run(native.binary("test-hwkv"), "training", "made:llama")
+
+
 @pytest.mark.parametrize("name", ["qwen3-dense", "gemma3-dense", "qwen35-dense"])
 def test_sanitizers_find_nothing(random_models, sanitized, name, tmp_path):
     path = model(random_models, name)

@@ -3,14 +3,12 @@
 import dataclasses
 import functools
 import re
-import signal
-import time
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
-import requests
 from answers import ask, assert_same, difference, from_reply, is_same
 from f32 import f32_copy
 from minilang import needle_prompt
@@ -190,8 +188,8 @@ def batch_noise(name, folder):
 
 def prompt_noise(options, prompt):
     """How far apart fresh answers to one prompt are for several batch splits, under the same masks with rings as long
-    as the context."""
-    masked = dataclasses.replace(options, environment={**options.environment, "LLAMA_HWKV_FULL_RING": "1"})
+    as the context: a ring has room for the windows of all slots that share it."""
+    masked = dataclasses.replace(options, n_parallel=32, kv_unified=True)
     return max(
         difference(fresh(dataclasses.replace(masked, n_batch=n, n_ubatch=n), prompt), fresh(masked, prompt))[0]
         for n in (32, 96)
@@ -491,7 +489,7 @@ def test_draft_model_with_a_policy_of_its_own(smollm2_options, tmp_path, target,
 
 @pytest.mark.parametrize(
     "n_parallel, n_ubatch, words, n_max",
-    [(1, 64, (), 63), (1, 512, (), 511), (4, 512, (), 63), (4, 512, ("-kvu",), 64)],
+    [(1, 64, (), 63), (1, 512, (), 511), (4, 512, (), 64), (4, 512, ("-kvu",), 64)],
 )
 def test_a_draft_longer_than_can_be_taken_back_is_refused(smollm2_options, n_parallel, n_ubatch, words, n_max):
     def server(n):
@@ -513,24 +511,124 @@ def test_a_draft_longer_than_can_be_taken_back_is_refused(smollm2_options, n_par
     assert f"at most {n_max} can be taken back" in refused.log()
 
 
-def test_a_second_interrupt_ends_it_at_once(mini_hybrid, tmp_path):
-    """Whatever the first one interrupted, a thread that holds the log's lock among others."""
-    for pause in np.linspace(1e-4, 1e-3, 12):
-        server = LlamaServer(ServerOptions(model=mini_hybrid, n_ctx=2048, n_threads=1, extra=("-v",)), tmp_path / "log")
-        with (
-            server,
-            requests.post(
-                f"{server.url}/completion",
-                json={"prompt": "One day", "n_predict": 1900, "ignore_eos": True, "stream": True},
-                stream=True,
-                timeout=60,
-            ) as reply,
-        ):
-            next(reply.iter_lines())
-            for _ in range(2):
-                server.process.send_signal(signal.SIGINT)
-                time.sleep(pause)
-            assert server.process.wait(20) in (0, 1)
+# ---- random requests -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomCase:
+    """A model of random weights whose vocabulary has no text, and the windows of its configurable layers, repeated."""
+
+    name: str
+    rows: tuple
+    n_prompt: int = 900  # prompts end within 60 tokens of it
+    n_ctx: int = 2048
+    n_sink: int = 0
+    n_requests: int = 40
+
+    def options(self, folder, model):
+        geometry = ModelGeometry.from_gguf(model)
+        rows = {x.layer: list(self.rows[i % len(self.rows)]) for i, x in enumerate(geometry.configurable)}
+        dataclasses.replace(pattern(geometry, by_layer=rows), n_sink=self.n_sink).save(folder / "policy.json")
+        return ServerOptions(
+            model=model,
+            policy=folder / "policy.json",
+            n_ctx=self.n_ctx,
+            n_batch=256,
+            n_ubatch=128,
+            n_parallel=1,
+            n_threads=1,
+            flash_attn="off",
+            type_k="f32",
+            type_v="f32",
+            # these models say that they were trained for 256 positions
+            extra=("--override-kv", f"{geometry.architecture}.context_length=int:32768"),
+        )
+
+    def prompts(self, rng):
+        """A chat: each prompt is the last one, cut back and continued, often where the server made a checkpoint."""
+        prompt = self.text(rng, self.n_prompt)
+        for _ in range(self.n_requests):
+            yield list(prompt)
+            near = [len(prompt) - 4, len(prompt) - 4 - 128, self.n_prompt]
+            cut = rng.choice(near) + rng.integers(-3, 4) if rng.random() < 0.7 else rng.integers(1, len(prompt))
+            prompt = prompt[:cut] + self.text(rng, rng.integers(0, 6))
+            if rng.random() < 0.4 or not 0 <= self.n_prompt - len(prompt) < 200:
+                prompt += self.text(rng, max(1, self.n_prompt + rng.integers(-8, 9) - len(prompt)))
+
+    @staticmethod
+    def text(rng, n):
+        return [int(token) for token in rng.integers(1, 120, n)]
+
+
+RANDOM_CASES = [
+    RandomCase("llama-dense", ((1, 1),)),
+    RandomCase("llama-dense", ((1, 100), (None, 1))),
+    RandomCase("llama-dense", ((2, 3), (1, None))),
+    RandomCase("llama-dense", ((2, 2), (3, 3))),
+    RandomCase("llama-dense", ((1, 3), (2, 200)), n_sink=4),
+    # its own windows are chunks of 8192 tokens
+    RandomCase("llama4-moe", ((1, 64), (None, 2)), n_prompt=8196, n_ctx=16384, n_requests=8),
+]
+
+
+@pytest.mark.parametrize("random_case", RANDOM_CASES, ids=lambda c: f"{c.name} {c.rows} {c.n_sink}")
+def test_random_requests_equal_those_without_a_cache(random_case, random_models, tmp_path):
+    rng = np.random.default_rng(1)
+    model = next(path for path in random_models if path.stem == random_case.name)
+    options = random_case.options(tmp_path, model)
+    worst, read = 0.0, []
+    with LlamaServer(options, tmp_path / "cached.log") as server, LlamaServer(options, tmp_path / "fresh.log") as other:
+        for prompt in random_case.prompts(rng):
+            answer = ask(server, prompt, n_predict=3)
+            expected = ask(other, prompt, n_predict=3, cache_prompt=False)
+            worst = max(worst, difference(answer, expected)[0])
+            read.append(answer.n_read)
+            assert expected.n_cached == 0
+            assert_same(answer, expected, 0.0, f"request {len(read)} of {len(prompt)} tokens")
+    assert any(8 < n < 300 for n in read), f"no checkpoint was continued from: {read}"
+    assert min(read) < 8, f"no prompt was continued: {read}"
+    print(f"{random_case}: log-probabilities within {worst:.1e}, tokens read: {read}")
+
+
+@pytest.mark.parametrize("unified", [True, False], ids=["unified", "split"])
+def test_drafts_beside_another_slot(random_models, tmp_path, unified):
+    """A slot is cut back to where its ring holds the window and no more, and drafts while another one reads prompts:
+    whatever the other takes, drafts are taken back."""
+    rng = np.random.default_rng(1)
+    model = next(path for path in random_models if path.stem == "llama-dense")
+    case = RandomCase("llama-dense", ((100, 100),))
+    options = dataclasses.replace(case.options(tmp_path, model), n_batch=512, n_ubatch=256)
+    words = ("-md", str(model), "--spec-type", "draft-simple", "--spec-draft-n-max", "8", "--spec-draft-p-min", "0")
+    drafting = dataclasses.replace(
+        options, n_parallel=2, kv_unified=unified, n_ctx=4096, extra=(*options.extra, *words)
+    )
+    base, done = case.text(rng, 515), threading.Event()
+
+    def other_slot(server):
+        others = np.random.default_rng(2)
+        while not done.is_set():
+            ask(server, case.text(others, others.integers(2, 7)), n_predict=3, id_slot=1)
+
+    asked = []
+    with LlamaServer(drafting, tmp_path / "log") as server, ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(other_slot, server)
+        try:
+            for cut in range(102, 118):
+                ask(server, base, n_predict=1, id_slot=0)
+                prompt = base[:cut] + case.text(rng, 3)
+                asked.append((prompt, ask(server, prompt, n_predict=12, id_slot=0)))
+        finally:
+            done.set()
+        beside.result()
+    with LlamaServer(options, tmp_path / "fresh.log") as server:
+        for prompt, answer in asked:
+            expected = ask(server, prompt, n_predict=12, cache_prompt=False)
+            # the server gives no probabilities of accepted drafts: the tokens, up to one where the best two are equal
+            for step, token in enumerate(expected.tokens):
+                best = sorted(expected.top[step].values(), reverse=True)
+                if best[0] - best[1] < 1e-4:
+                    break
+                assert answer.tokens[step] == token, f"cut to {len(prompt) - 3}, token {step}"
 
 
 # ---- LlamaServer itself ----------------------------------------------------------------------------------------------

@@ -35,6 +35,10 @@ LLAMA_API bool llama_hwkv_active(const struct llama_context * ctx);
 // The longest draft that can always be taken back. Meaningless if not active.
 LLAMA_API int32_t llama_hwkv_n_draft_max(const struct llama_context * ctx);
 
+// llama_memory_seq_pos_min() of the sequence after a state of it, saved now, is restored. A state holds the windows of the
+// sequence's last position and no more, so this can be above llama_memory_seq_pos_min(). Meaningless if not active.
+LLAMA_API llama_pos llama_hwkv_state_pos_min(const struct llama_context * ctx, llama_seq_id seq_id);
+
 // What the context's grouped cache holds, as JSON. Returns the length of the text like snprintf, or -1.
 LLAMA_API int32_t llama_hwkv_info(const struct llama_context * ctx, char * buf, size_t n);
 

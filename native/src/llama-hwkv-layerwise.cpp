@@ -146,6 +146,10 @@ const llama_hwkv_layerwise::cut * llama_hwkv_layerwise::cut_of(int32_t il) const
     return il == NONE ? nullptr : &cuts.at(il);
 }
 
+llama_hwkv_layerwise::key llama_hwkv_layerwise::key_of(int i_node, const ggml_tensor * t) const {
+    return { iu, i_node, t->name };
+}
+
 static ggml_tensor * layerwise_root(ggml_tensor * t) {
     return t->view_src ? t->view_src : t;
 }
@@ -224,7 +228,7 @@ ggml_cgraph * llama_hwkv_layerwise::slice(ggml_cgraph * gf) {
         live_in.emplace_back(i, t);
     }
     for (const auto & [i, t] : live1) {
-        needed.insert({ iu, i });
+        needed.insert(key_of(i, t));
 
         if (i >= i0) {
             ggml_set_output(t);
@@ -264,7 +268,7 @@ void llama_hwkv_layerwise::load() {
             continue;
         }
 
-        const auto it = state.find({ iu, i });
+        const auto it = state.find(key_of(i, t));
 
         if (it == state.end() || it->second->size() != ggml_nbytes(t)) {
             throw std::runtime_error(format("what layer %d needs was not kept (%s)", il_from, t->name));
@@ -313,7 +317,7 @@ void llama_hwkv_layerwise::store(const llama_ubatch & ubatch) {
 
         ggml_backend_tensor_get(t, data->data(), 0, data->size());
 
-        state[{ iu, i }] = std::move(data);
+        state[key_of(i, t)] = std::move(data);
     }
 
     if (const auto * c = cut_of(il_from)) {

@@ -8,6 +8,7 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -96,8 +97,8 @@ class llama_hwkv_layerwise {
         float scale = 1.0f;
     };
 
-    // ubatch and node of what is kept: the same graph is built for a ubatch in every run
-    using key = std::pair<int, int>;
+    // ubatch, node and its name: the same graph is built for a ubatch in every run
+    using key = std::tuple<int, int, std::string>;
 
     using kept = std::map<key, std::shared_ptr<const std::vector<uint8_t>>>;
 
@@ -130,6 +131,8 @@ class llama_hwkv_layerwise {
     ggml_context_ptr                           ctx;
 
     const cut * cut_of(int32_t il) const;
+
+    key key_of(int i_node, const ggml_tensor * t) const;
 
     void capture(const llama_ubatch & ubatch, const ggml_tensor * t, int dim, std::vector<float> & dst) const;
 };

@@ -3,6 +3,7 @@
 #include "../vendor/nlohmann/json.hpp"
 #include "llama-context.h"
 #include "llama-hwkv-policy.h"
+#include "llama-hwkv-read-back.h"
 #include "llama-impl.h"
 #include "llama-memory-hwkv.h"
 #include "llama-model.h"
@@ -88,7 +89,15 @@ int32_t llama_hwkv_n_draft_max(const llama_context * ctx) {
     return hwkv_try_or(__func__, (int32_t) 0, [&] {
         const auto * mem = hwkv_memory(ctx);
 
-        return mem ? (int32_t) mem->get_n_draft_max() : 0;
+        return mem ? mem->get_sizing().n_draft_max : 0;
+    });
+}
+
+llama_pos llama_hwkv_state_pos_min(const llama_context * ctx, llama_seq_id seq_id) {
+    return hwkv_try_or(__func__, (llama_pos) -1, [&] {
+        const auto * mem = hwkv_memory(ctx);
+
+        return mem ? mem->state_pos_min(seq_id) : -1;
     });
 }
 
@@ -96,7 +105,7 @@ int32_t llama_hwkv_info(const llama_context * ctx, char * buf, size_t n) {
     return hwkv_try_or(__func__, (int32_t) -1, [&] {
         const auto * mem = hwkv_memory(ctx);
 
-        return hwkv_copy(mem ? mem->info() : "{\"active\":false}", buf, n);
+        return hwkv_copy(mem ? llama_hwkv_footprint_json(mem->footprint()) : "{\"active\":false}", buf, n);
     });
 }
 
@@ -105,7 +114,7 @@ int32_t llama_hwkv_table(const llama_context * ctx, char * buf, size_t n) {
         std::string res;
 
         if (const auto * mem = hwkv_memory(ctx)) {
-            for (const auto & line : mem->table()) {
+            for (const auto & line : llama_hwkv_footprint_table(mem->footprint())) {
                 res += line + "\n";
             }
         }
@@ -244,9 +253,10 @@ int32_t llama_hwkv_layer_kv(const llama_context * ctx,
                             float *               k,
                             float *               v) {
     return hwkv_try_or(__func__, (int32_t) -1, [&] {
-        hwkv_layerwise(ctx);  // only for calibration the cache has a group for each KV head
+        hwkv_layerwise(ctx);
 
-        return hwkv_memory(ctx)->read_head(layer, head_kv, seq_id, n_pos, k, v) ? 0 : -1;
+        // for calibration each KV head of a layer has a group of its own
+        return llama_hwkv_read_back(*hwkv_memory(ctx)->get_kv(head_kv), layer, seq_id, n_pos, k, v) ? 0 : -1;
     });
 }
 

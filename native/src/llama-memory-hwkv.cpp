@@ -1,33 +1,14 @@
 #include "llama-memory-hwkv.h"
 
-#include "../vendor/nlohmann/json.hpp"
-#include "llama-context.h"
-#include "llama-hwkv.h"
+#include "llama-cparams.h"
 #include "llama-impl.h"
-#include "llama-io.h"
 #include "llama-model.h"
 
 #include <algorithm>
 #include <cassert>
-#include <cstdlib>
-#include <cstring>
 #include <limits>
 #include <set>
 #include <stdexcept>
-
-static constexpr uint32_t HWKV_STATE_MAGIC   = 0x564b5748;  // "HWKV"
-static constexpr uint32_t HWKV_STATE_VERSION = 1;
-
-static bool hwkv_env(const char * name) {
-    const char * value = getenv(name);
-
-    return value && atoi(value) != 0;
-}
-
-// no query in a context of n_ctx_seq positions is beyond such a window
-static bool hwkv_is_full(const llama_hwkv_policy & policy, int32_t window, uint32_t n_ctx_seq) {
-    return window == LLAMA_HWKV_FULL || (uint64_t) window + policy.n_sink >= n_ctx_seq;
-}
 
 //
 // llama_memory_hwkv::group
@@ -40,28 +21,28 @@ llama_pos llama_memory_hwkv::group::seq_pos_min(llama_seq_id seq_id) const {
     return it == seq_pos.end() ? -1 : it->first;
 }
 
+llama_pos llama_memory_hwkv::group::visible(llama_pos pos) const {
+    switch (swa_type) {
+        case LLAMA_SWA_TYPE_NONE:
+            return 0;
+        case LLAMA_SWA_TYPE_CHUNKED:
+            return (pos / window) * window;
+        case LLAMA_SWA_TYPE_STANDARD:
+        case LLAMA_SWA_TYPE_SYMMETRIC:
+            return std::max(0, pos - window + 1);
+    }
+
+    GGML_ABORT("unknown kind of window");
+}
+
 llama_pos llama_memory_hwkv::group::needed(llama_pos p0) const {
     // it sees sink tokens only
     if (p0 <= n_sink) {
         return std::numeric_limits<llama_pos>::max();
     }
 
-    llama_pos res = 0;
-
-    switch (swa_type) {
-        case LLAMA_SWA_TYPE_NONE:
-            return 0;
-        case LLAMA_SWA_TYPE_CHUNKED:
-            res = (p0 / window) * window;
-            break;
-        case LLAMA_SWA_TYPE_STANDARD:
-        case LLAMA_SWA_TYPE_SYMMETRIC:
-            res = p0 - window + 1;
-            break;
-    }
-
     // at least the predecessor, so that a group never runs empty before the others
-    return std::max(n_sink, std::min(res, p0 - 1));
+    return std::max(n_sink, std::min(visible(p0), p0 - 1));
 }
 
 llama_pos llama_memory_hwkv::group::resumable(llama_pos pos) const {
@@ -97,148 +78,135 @@ llama_memory_hwkv::llama_memory_hwkv(const llama_model &         model,
     model(model),
     policy(std::move(policy_in)),
     unified(cparams.kv_unified),
-    n_ctx_seq(cparams.n_ctx_seq),
+    sizing(cparams),
     type_k(params.type_k),
     type_v(params.type_v) {
+    if (policy->calibrate) {
+        layerwise = std::make_unique<llama_hwkv_layerwise>();
+    }
+
+    make_groups();
+    make_caches(params, cparams);
+
+    for (const auto & line : llama_hwkv_footprint_table(footprint())) {
+        LLAMA_LOG_INFO("%s: %s\n", __func__, line.c_str());
+    }
+}
+
+uint32_t llama_memory_hwkv::source_of(uint32_t il) const {
+    return llama_hwkv_layer_kind_of(model, il) == LLAMA_HWKV_LAYER_REUSE ? llama_hwkv_layer_source(model, il) : il;
+}
+
+int32_t llama_memory_hwkv::window_of(uint32_t il, uint32_t ih) const {
+    const int32_t w = policy->window(il, ih);
+
+    return sizing.is_full(w, policy->n_sink) ? LLAMA_HWKV_FULL : w;
+}
+
+// upstream allocates one cache with all KV heads. here, every window has its own with the KV heads of that window:
+//   n_head_kv_arr is set to them, and to 0 for all other layers, so that also the padding of V to the widest layer
+//   (without FlashAttention) considers this group's layers only
+void llama_memory_hwkv::make_groups() {
     const auto & hparams = model.hparams;
 
     const uint32_t n_layer = hparams.n_layer_all;
 
-    const uint32_t n_seq_ring = unified ? cparams.n_seq_max : 1;
-
-    // draft tokens can be taken back: what decoding them and the rest of their batch recycles must have been masked
-    //   before. in one ubatch of one sequence nothing else is. where a ring is shared, or the draft may not fit into one
-    //   ubatch, this many positions per sequence stay beyond the window
-    const uint32_t n_slack =
-        n_seq_ring > 1 || cparams.n_ubatch < LLAMA_HWKV_N_SLACK * cparams.n_seq_max ? LLAMA_HWKV_N_SLACK : 0;
-
-    // a draft of n tokens is decoded with the token before it, which stays
-    n_draft_max = n_slack > 0 ? n_slack : cparams.n_seq_max == 1 ? cparams.n_ubatch - 1 : LLAMA_HWKV_N_SLACK - 1;
-
-    const auto window_of = [&](uint32_t il, uint32_t ih) {
-        if (policy->calibrate) {
-            return (int32_t) ih;  // only tells the groups apart
-        }
-
-        const int32_t w = policy->window(il, ih);
-
-        return hwkv_is_full(*policy, w, n_ctx_seq) ? LLAMA_HWKV_FULL : w;
+    // what a group has in common; for calibration each KV head of a layer has a group of its own
+    const auto key_of = [&](uint32_t il, uint32_t ih) {
+        return layerwise ? (int32_t) ih : window_of(il, ih);
     };
 
-    // the layer whose K and V layer il attends
-    const auto source_of = [&](uint32_t il) {
-        return llama_hwkv_layer_kind_of(model, il) == LLAMA_HWKV_LAYER_REUSE ? llama_hwkv_layer_source(model, il) : il;
-    };
+    bool has_swa = false;
 
-    bool has_swa  = false;
-    bool has_recr = false;
-
-    std::set<int32_t> windows;  // LLAMA_HWKV_FULL sorts first
+    std::set<int32_t> keys;  // LLAMA_HWKV_FULL sorts first
 
     for (uint32_t il = 0; il < n_layer; ++il) {
-        has_swa  = has_swa || llama_hwkv_layer_kind_of(model, il) == LLAMA_HWKV_LAYER_SWA;
-        has_recr = has_recr || llama_hwkv_layer_is_recurrent(model, il);
+        const auto kind = llama_hwkv_layer_kind_of(model, il);
 
-        if (llama_hwkv_layer_kind_of(model, il) == LLAMA_HWKV_LAYER_ATTENTION) {
+        has_swa = has_swa || kind == LLAMA_HWKV_LAYER_SWA;
+
+        if (kind == LLAMA_HWKV_LAYER_ATTENTION) {
             for (uint32_t ih = 0; ih < hparams.n_head_kv(il); ++ih) {
-                windows.insert(window_of(il, ih));
+                keys.insert(key_of(il, ih));
             }
         }
-    }
-
-    // rings as large as the context, with the same masks: a reference for tests
-    const bool full_ring = policy->calibrate || hwkv_env("LLAMA_HWKV_FULL_RING");
-
-    const auto ring_size = [&](const group & g) {
-        const uint64_t n_cells =
-            GGML_PAD(((uint64_t) g.window + g.n_sink + n_slack) * n_seq_ring + cparams.n_ubatch, 256);
-
-        return full_ring ? n_ctx_seq : (uint32_t) std::min<uint64_t>(n_ctx_seq, n_cells);
-    };
-
-    // upstream allocates one cache with all KV heads. here, every window has its own with the KV heads of that window:
-    //   n_head_kv_arr is set to them, and to 0 for all other layers, so that also the padding of V to the widest layer
-    //   (without FlashAttention) considers this group's layers only
-    for (const int32_t w : windows) {
-        auto g = std::make_unique<group>();
-
-        g->window   = w;
-        g->n_sink   = w == LLAMA_HWKV_FULL ? 0 : policy->n_sink;
-        g->swa_type = w == LLAMA_HWKV_FULL ? LLAMA_SWA_TYPE_NONE : LLAMA_SWA_TYPE_STANDARD;
-        g->hparams  = hparams;
-
-        g->hparams.n_head_kv_arr.fill(0);
-
-        for (uint32_t il = 0; il < n_layer; ++il) {
-            const uint32_t il_src = source_of(il);
-
-            if (llama_hwkv_layer_kind_of(model, il_src) == LLAMA_HWKV_LAYER_ATTENTION) {
-                for (uint32_t ih = 0; ih < hparams.n_head_kv(il_src); ++ih) {
-                    g->hparams.n_head_kv_arr[il] += window_of(il_src, ih) == w;
-                }
-            }
-        }
-
-        groups.push_back(std::move(g));
-    }
-
-    if (has_swa) {
-        auto g = std::make_unique<group>();
-
-        g->window     = hparams.n_swa;
-        g->native_swa = true;
-        g->swa_type   = hparams.swa_type;
-        g->hparams    = hparams;
-
-        groups.push_back(std::move(g));
     }
 
     parts.resize(n_layer);
 
-    for (uint32_t il = 0; il < n_layer; ++il) {
-        const uint32_t il_src = source_of(il);
-        const auto     kind   = llama_hwkv_layer_kind_of(model, il_src);
+    const auto add_head = [&](uint32_t il, uint32_t ih) {
+        const uint32_t ig = groups.size() - 1;
 
-        for (uint32_t ig = 0; ig < groups.size(); ++ig) {
-            const auto & g = *groups[ig];
+        if (parts[il].empty() || parts[il].back().ig != ig) {
+            parts[il].push_back({ ig, 0, {} });
+        }
 
-            part p = { ig, 0, {} };
+        auto & p = parts[il].back();
 
-            if (g.native_swa && kind == LLAMA_HWKV_LAYER_SWA) {
-                p.n_head_kv = hparams.n_head_kv(il_src);
-                p.runs.push_back({ 0, p.n_head_kv });
+        if (p.runs.empty() || p.runs.back().first + p.runs.back().n != ih) {
+            p.runs.push_back({ ih, 0 });
+        }
+
+        p.runs.back().n++;
+        p.n_head_kv++;
+    };
+
+    for (const int32_t key : keys) {
+        groups.push_back(std::make_unique<group>());
+
+        auto & g = *groups.back();
+
+        g.window  = layerwise ? LLAMA_HWKV_FULL : key;
+        g.hparams = hparams;
+
+        if (g.window != LLAMA_HWKV_FULL) {
+            g.n_sink   = policy->n_sink;
+            g.swa_type = LLAMA_SWA_TYPE_STANDARD;
+        }
+
+        g.hparams.n_head_kv_arr.fill(0);
+
+        for (uint32_t il = 0; il < n_layer; ++il) {
+            const uint32_t il_src = source_of(il);
+
+            if (llama_hwkv_layer_kind_of(model, il_src) != LLAMA_HWKV_LAYER_ATTENTION) {
+                continue;
             }
 
-            if (!g.native_swa && kind == LLAMA_HWKV_LAYER_ATTENTION) {
-                for (uint32_t ih = 0; ih < hparams.n_head_kv(il_src); ++ih) {
-                    if (window_of(il_src, ih) != g.window) {
-                        continue;
-                    }
-                    if (p.runs.empty() || p.runs.back().first + p.runs.back().n != ih) {
-                        p.runs.push_back({ ih, 0 });
-                    }
+            for (uint32_t ih = 0; ih < hparams.n_head_kv(il_src); ++ih) {
+                if (key_of(il_src, ih) == key) {
+                    add_head(il, ih);
 
-                    p.runs.back().n++;
-                    p.n_head_kv++;
+                    g.hparams.n_head_kv_arr[il]++;
                 }
             }
-
-            if (p.n_head_kv > 0) {
-                parts[il].push_back(std::move(p));
-            }
         }
     }
 
-    if (policy->calibrate) {
-        layerwise = std::make_unique<llama_hwkv_layerwise>();
+    if (has_swa) {
+        groups.push_back(std::make_unique<group>());
 
-        for (auto & g : groups) {
-            if (!g->native_swa) {
-                g->window   = LLAMA_HWKV_FULL;
-                g->swa_type = LLAMA_SWA_TYPE_NONE;
+        auto & g = *groups.back();
+
+        g.window     = hparams.n_swa;
+        g.native_swa = true;
+        g.swa_type   = hparams.swa_type;
+        g.hparams    = hparams;
+
+        for (uint32_t il = 0; il < n_layer; ++il) {
+            const uint32_t il_src = source_of(il);
+
+            if (llama_hwkv_layer_kind_of(model, il_src) == LLAMA_HWKV_LAYER_SWA) {
+                for (uint32_t ih = 0; ih < hparams.n_head_kv(il_src); ++ih) {
+                    add_head(il, ih);
+                }
             }
         }
     }
+}
+
+void llama_memory_hwkv::make_caches(const llama_memory_params & params, const llama_cparams & cparams) {
+    const auto & hparams = model.hparams;
 
     const layer_reuse_cb reuse = [&](int32_t il) {
         return source_of(il) == (uint32_t) il ? -1 : (int32_t) source_of(il);
@@ -251,13 +219,7 @@ llama_memory_hwkv::llama_memory_hwkv(const llama_model &         model,
             return std::any_of(parts[il].begin(), parts[il].end(), [&](const part & p) { return p.ig == ig; });
         };
 
-        uint32_t n_cells = n_ctx_seq;
-
-        if (g.native_swa) {
-            n_cells = params.swa_full ? n_ctx_seq : ring_size(g);
-        } else if (g.window != LLAMA_HWKV_FULL) {
-            n_cells = ring_size(g);
-        }
+        const bool is_full = g.swa_type == LLAMA_SWA_TYPE_NONE || (g.native_swa && (params.swa_full || layerwise));
 
         g.kv = std::make_unique<llama_kv_cache>(
             /* model     */ model,
@@ -267,7 +229,7 @@ llama_memory_hwkv::llama_memory_hwkv(const llama_model &         model,
             /* v_trans   */ !cparams.flash_attn,
             /* offload   */ cparams.offload_kqv,
             /* unified   */ unified,
-            /* kv_size   */ n_cells,
+            /* kv_size   */ is_full ? sizing.n_ctx_seq : sizing.n_cells(g.window, g.n_sink),
             /* n_seq_max */ cparams.n_seq_max,
             /* n_pad     */ 1,
             /* n_swa     */ g.window == LLAMA_HWKV_FULL ? 0 : g.window,
@@ -278,8 +240,17 @@ llama_memory_hwkv::llama_memory_hwkv(const llama_model &         model,
             /* share     */ nullptr,
             /* name_tag  */ format("hwkv%u_", ig).c_str());
 
-        g.kv->n_slack = n_slack;
-        g.kv->n_sink  = g.n_sink;
+        g.kv->set_keep(g.n_sink, sizing.n_slack);
+    }
+
+    const llama_memory_recurrent::layer_filter_cb filter_recr = [&](int32_t il) {
+        return llama_hwkv_layer_is_recurrent(model, il);
+    };
+
+    bool has_recr = false;
+
+    for (uint32_t il = 0; il < hparams.n_layer_all; ++il) {
+        has_recr = has_recr || filter_recr(il);
     }
 
     if (has_recr) {
@@ -291,11 +262,7 @@ llama_memory_hwkv::llama_memory_hwkv(const llama_model &         model,
             /* mem_size  */ std::max((uint32_t) 1, cparams.n_seq_max),
             /* n_seq_max */ cparams.n_seq_max,
             /* n_rs_seq  */ cparams.n_rs_seq,
-            /* filter    */ [&](int32_t il) { return llama_hwkv_layer_is_recurrent(model, il); });
-    }
-
-    for (const auto & line : table()) {
-        LLAMA_LOG_INFO("%s: %s\n", __func__, line.c_str());
+            /* filter    */ filter_recr);
     }
 }
 
@@ -401,8 +368,7 @@ llama_memory_hwkv::slots llama_memory_hwkv::prepare(uint32_t ig, const std::vect
         }
     }
 
-    const auto cells_old = kv.v_cells;
-    const auto heads_old = kv.v_heads;
+    auto cells_old = kv.copy_cells();
 
     slots res = { {}, true };
 
@@ -421,8 +387,7 @@ llama_memory_hwkv::slots llama_memory_hwkv::prepare(uint32_t ig, const std::vect
         res.sinfos.push_back(std::move(sinfo));
     }
 
-    kv.v_cells = cells_old;
-    kv.v_heads = heads_old;
+    kv.put_back_cells(std::move(cells_old));
 
     return res;
 }
@@ -435,7 +400,7 @@ void llama_memory_hwkv::trim_shared(uint32_t ig) {
         return;
     }
 
-    const auto & cells = kv.v_cells[0];
+    const auto & cells = kv.get_cells(0);
 
     // the highest masked position that each sequence shares with another one
     std::vector<llama_pos> pos_rm(kv.get_n_seq_max(), -1);
@@ -447,8 +412,9 @@ void llama_memory_hwkv::trim_shared(uint32_t ig) {
 
         for (uint32_t s = 0; s < pos_rm.size(); ++s) {
             if (cells.seq_has(i, s) &&
-                llama_hparams::is_masked_swa(g.window, g.swa_type, g.n_sink, cells.pos_get(i),
-                                             std::max(cells.pos_get(i), cells.seq_pos_max(s) + 1 - kv.n_slack))) {
+                llama_hparams::is_masked_swa(
+                    g.window, g.swa_type, g.n_sink, cells.pos_get(i),
+                    std::max(cells.pos_get(i), cells.seq_pos_max(s) + 1 - (llama_pos) sizing.n_slack))) {
                 pos_rm[s] = std::max(pos_rm[s], cells.pos_get(i));
             }
         }
@@ -657,160 +623,6 @@ llama_pos llama_memory_hwkv::seq_pos_max(llama_seq_id seq_id) const {
 }
 
 //
-// state
-//
-
-// off:     byte-identical to upstream (this class is not used)
-// on:      u32 magic, u32 version, u32 partial, u64 policy fingerprint,
-//          u32 n_groups, n_groups x { i32 window, u32 KV heads },
-//          the groups in order (a partial state leaves out the full group), the recurrent memory
-void llama_memory_hwkv::state_write(llama_io_write_i & io, llama_seq_id seq_id, llama_state_seq_flags flags) const {
-    const uint32_t partial     = (flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) != 0;
-    const uint64_t fingerprint = policy->fingerprint(model.hparams.n_layer_all);
-    const uint32_t n_groups    = groups.size();
-
-    io.write(&HWKV_STATE_MAGIC, sizeof(HWKV_STATE_MAGIC));
-    io.write(&HWKV_STATE_VERSION, sizeof(HWKV_STATE_VERSION));
-    io.write(&partial, sizeof(partial));
-    io.write(&fingerprint, sizeof(fingerprint));
-    io.write(&n_groups, sizeof(n_groups));
-
-    for (uint32_t ig = 0; ig < n_groups; ++ig) {
-        const int32_t  window    = groups[ig]->window;
-        const uint32_t n_head_kv = bytes_of(ig).n_head_kv;
-
-        io.write(&window, sizeof(window));
-        io.write(&n_head_kv, sizeof(n_head_kv));
-    }
-
-    for (const auto & g : groups) {
-        if (partial && g->swa_type == LLAMA_SWA_TYPE_NONE) {
-            continue;
-        }
-
-        auto & kv = *g->kv;
-
-        if (seq_id != -1 || g->swa_type == LLAMA_SWA_TYPE_NONE) {
-            kv.state_write(io, seq_id, flags);
-            continue;
-        }
-
-        // llama_kv_cache leaves out what is masked, but not when it writes all sequences: such a state would not fit into
-        //   the smaller ring of a context with a smaller ubatch
-        const auto cells_old = kv.v_cells;
-        const auto heads_old = kv.v_heads;
-
-        const auto put_back = [&]() {
-            kv.v_cells = cells_old;
-            kv.v_heads = heads_old;
-        };
-
-        for (uint32_t s = 0; s < kv.get_n_seq_max(); ++s) {
-            kv.seq_rm(s, g->n_sink, g->needed(kv.seq_pos_max(s) + 1));
-        }
-
-        try {
-            kv.state_write(io, seq_id, flags);
-        } catch (...) {  // the caller's buffer is too small
-            put_back();
-            throw;
-        }
-
-        put_back();
-    }
-
-    if (mem_recr) {
-        mem_recr->state_write(io, seq_id, flags);
-    }
-}
-
-void llama_memory_hwkv::state_read(llama_io_read_i & io, llama_seq_id seq_id, llama_state_seq_flags flags) {
-    const auto read_u32 = [&]() {
-        uint32_t res;
-        io.read(&res, sizeof(res));
-        return res;
-    };
-
-    if (read_u32() != HWKV_STATE_MAGIC) {
-        throw std::runtime_error("the state was saved without an hwkv policy, this context has one");
-    }
-    if (read_u32() != HWKV_STATE_VERSION) {
-        throw std::runtime_error("the state was saved by another version of hwkv");
-    }
-
-    const uint32_t partial = (flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) != 0;
-
-    if (read_u32() != partial) {
-        throw std::runtime_error("a partial state cannot be restored as a whole one, nor the other way round");
-    }
-
-    uint64_t fingerprint;
-    io.read(&fingerprint, sizeof(fingerprint));
-
-    if (fingerprint != policy->fingerprint(model.hparams.n_layer_all)) {
-        throw std::runtime_error("the state was saved under another hwkv policy (" + llama_hwkv_hex(fingerprint) + ")");
-    }
-
-    // windows that cover the context are full, so the same policy makes other groups at another context size
-    bool same = read_u32() == groups.size();
-
-    for (uint32_t ig = 0; same && ig < groups.size(); ++ig) {
-        same = read_u32() == (uint32_t) groups[ig]->window && same;
-        same = read_u32() == bytes_of(ig).n_head_kv && same;
-    }
-
-    if (!same) {
-        throw std::runtime_error(
-            "the state was saved at a context size at which other windows of the hwkv policy are full");
-    }
-
-    // the caches themselves leave a sequence as it is if the state has no cells for it
-    if (seq_id != -1 && !partial) {
-        seq_rm(seq_id, -1, -1);
-    }
-
-    try {
-        for (uint32_t ig = 0; ig < groups.size(); ++ig) {
-            if (partial && groups[ig]->swa_type == LLAMA_SWA_TYPE_NONE) {
-                continue;
-            }
-
-            trim_shared(ig);
-
-            groups[ig]->kv->state_read(io, seq_id, flags);
-        }
-
-        if (mem_recr) {
-            mem_recr->state_read(io, seq_id, flags);
-        }
-
-        // the full group keeps its own past but not what came after the windows were saved
-        if (partial && seq_id != -1) {
-            const llama_pos pos_max = seq_pos_max(seq_id);
-
-            for (auto & g : groups) {
-                g->kv->seq_rm(seq_id, pos_max + 1, -1);
-            }
-        }
-    } catch (...) {
-        // leave no sequence that only some of the groups know
-        for (auto & g : groups) {
-            g->kv->state_clear(seq_id);
-        }
-        if (mem_recr) {
-            // llama_memory_recurrent cannot remove all sequences
-            if (seq_id == -1) {
-                mem_recr->clear(true);
-            } else {
-                mem_recr->seq_rm(seq_id, -1, -1);
-            }
-        }
-
-        throw;
-    }
-}
-
-//
 // memory
 //
 
@@ -833,19 +645,11 @@ std::map<ggml_backend_buffer_type_t, size_t> llama_memory_hwkv::memory_breakdown
     return res;
 }
 
-llama_memory_hwkv::group_bytes llama_memory_hwkv::bytes_of(uint32_t ig) const {
-    const auto & g = *groups[ig];
+uint32_t llama_memory_hwkv::n_head_kv(uint32_t ig) const {
+    uint32_t res = 0;
 
-    group_bytes res;
-
-    for (const auto & layer : g.kv->layers) {
-        const size_t bytes = ggml_nbytes(layer.k) + ggml_nbytes(layer.v);
-
-        res.n_layer += 1;
-        res.n_head_kv += g.hparams.n_head_kv(layer.il);
-        res.bytes += bytes;
-
-        res.layers.emplace_back(layer.il, bytes);
+    for (const uint32_t il : groups[ig]->kv->get_layer_ids()) {
+        res += groups[ig]->hparams.n_head_kv(il);
     }
 
     return res;
@@ -856,135 +660,63 @@ size_t llama_memory_hwkv::row_size(uint32_t il, uint32_t n_head_kv) const {
            ggml_row_size(type_v, model.hparams.n_embd_head_v(il) * n_head_kv);
 }
 
-size_t llama_memory_hwkv::full_bytes() const {
+const llama_hwkv_sizing & llama_memory_hwkv::get_sizing() const {
+    return sizing;
+}
+
+llama_hwkv_footprint llama_memory_hwkv::footprint() const {
     const auto & hparams = model.hparams;
 
-    const size_t n_cells = (size_t) groups[0]->kv->get_n_stream() * n_ctx_seq;
+    llama_hwkv_footprint res = {};
 
-    size_t res = 0;
+    res.source      = policy->source;
+    res.fingerprint = policy->fingerprint(hparams.n_layer_all);
+    res.n_sink      = policy->n_sink;
+
+    for (uint32_t ig = 0; ig < groups.size(); ++ig) {
+        const auto & g  = *groups[ig];
+        const auto & kv = *g.kv;
+
+        llama_hwkv_footprint::group group = {};
+
+        group.window     = g.window;
+        group.native_swa = g.native_swa;
+        group.n_cells    = kv.get_size();
+        group.n_stream   = kv.get_n_stream();
+        group.n_head_kv  = n_head_kv(ig);
+
+        for (const uint32_t il : kv.get_layer_ids()) {
+            const size_t bytes = ggml_nbytes(kv.get_k_storage(il)) + ggml_nbytes(kv.get_v_storage(il));
+
+            group.bytes += bytes;
+            group.layers.push_back({ il, g.hparams.n_head_kv(il), bytes });
+
+            if (g.swa_type != LLAMA_SWA_TYPE_NONE) {
+                res.checkpoint_bytes += std::min<size_t>((size_t) g.window + g.n_sink, kv.get_size()) *
+                                        row_size(il, g.hparams.n_head_kv(il));
+            }
+        }
+
+        res.kv_bytes += g.native_swa ? 0 : group.bytes;
+
+        res.groups.push_back(std::move(group));
+    }
+
+    const size_t n_cells = (size_t) groups[0]->kv->get_n_stream() * sizing.n_ctx_seq;
 
     for (uint32_t il = 0; il < hparams.n_layer_all; ++il) {
         if (llama_hwkv_layer_kind_of(model, il) == LLAMA_HWKV_LAYER_ATTENTION) {
-            res += n_cells * row_size(il, hparams.n_head_kv(il));
-        }
-    }
-
-    return res;
-}
-
-size_t llama_memory_hwkv::checkpoint_bytes() const {
-    size_t res = 0;
-
-    for (uint32_t ig = 0; ig < groups.size(); ++ig) {
-        const auto & g = *groups[ig];
-
-        if (g.swa_type == LLAMA_SWA_TYPE_NONE) {
-            continue;
-        }
-
-        for (const auto & layer : g.kv->layers) {
-            res += std::min<size_t>((size_t) g.window + g.n_sink, g.kv->get_size()) *
-                   row_size(layer.il, g.hparams.n_head_kv(layer.il));
+            res.full_kv_bytes += n_cells * row_size(il, hparams.n_head_kv(il));
         }
     }
 
     if (mem_recr) {
         for (const auto & [_, size] : mem_recr->memory_breakdown()) {
-            res += size / mem_recr->size;
+            res.checkpoint_bytes += size / mem_recr->size;
         }
     }
 
     return res;
-}
-
-static double hwkv_mib(size_t bytes) {
-    return bytes / 1024.0 / 1024.0;
-}
-
-std::vector<std::string> llama_memory_hwkv::table() const {
-    std::vector<std::string> res;
-
-    size_t bytes = 0;
-
-    res.push_back(format("hwkv policy %s from %s",
-                         llama_hwkv_hex(policy->fingerprint(model.hparams.n_layer_all)).c_str(),
-                         policy->source.c_str()));
-    if (policy->n_sink > 0) {
-        res.push_back(
-            format("besides its window, each head keeps the first %u positions of a sequence", policy->n_sink));
-    }
-    res.push_back("    window | layers | KV heads |    cells |        MiB");
-
-    for (uint32_t ig = 0; ig < groups.size(); ++ig) {
-        const auto & g = *groups[ig];
-        const auto   b = bytes_of(ig);
-
-        const std::string window = g.window == LLAMA_HWKV_FULL ? "full" : std::to_string(g.window);
-
-        res.push_back(format("%10s | %6u | %8u | %8u | %10.2f%s", window.c_str(), b.n_layer, b.n_head_kv,
-                             g.kv->get_size(), hwkv_mib(b.bytes),
-                             g.native_swa ? " (the model's own sliding window)" : ""));
-
-        bytes += g.native_swa ? 0 : b.bytes;
-    }
-
-    res.push_back(
-        format("KV cache of the configurable layers: %.2f MiB, with full windows it would be %.2f MiB (%.1f %% kept)",
-               hwkv_mib(bytes), hwkv_mib(full_bytes()), 100.0 * bytes / full_bytes()));
-    res.push_back(format("a context checkpoint takes up to %.2f MiB", hwkv_mib(checkpoint_bytes())));
-
-    return res;
-}
-
-std::string llama_memory_hwkv::info() const {
-    using json = nlohmann::ordered_json;
-
-    size_t bytes = 0;
-
-    json list = json::array();
-
-    for (uint32_t ig = 0; ig < groups.size(); ++ig) {
-        const auto & g = *groups[ig];
-
-        if (g.native_swa) {
-            continue;
-        }
-
-        const auto b = bytes_of(ig);
-
-        json layers = json::array();
-
-        for (const auto & [il, size] : b.layers) {
-            layers.push_back({
-                { "layer", il                      },
-                { "heads", g.hparams.n_head_kv(il) },
-                { "bytes", size                    }
-            });
-        }
-
-        list.push_back({
-            { "window",  g.window == LLAMA_HWKV_FULL ? json(nullptr) : json(g.window) },
-            { "cells",   g.kv->get_size()                                             },
-            { "streams", g.kv->get_n_stream()                                         },
-            { "heads",   b.n_head_kv                                                  },
-            { "bytes",   b.bytes                                                      },
-            { "layers",  layers                                                       },
-        });
-
-        bytes += b.bytes;
-    }
-
-    return json({
-                    { "active",           true                                                           },
-                    { "fingerprint",      llama_hwkv_hex(policy->fingerprint(model.hparams.n_layer_all)) },
-                    { "source",           policy->source                                                 },
-                    { "n_sink",           policy->n_sink                                                 },
-                    { "kv_bytes",         bytes                                                          },
-                    { "full_kv_bytes",    full_bytes()                                                   },
-                    { "checkpoint_bytes", checkpoint_bytes()                                             },
-                    { "groups",           list                                                           },
-    })
-        .dump(-1, ' ', false, json::error_handler_t::replace);  // a path can be anything
 }
 
 //
@@ -1011,92 +743,23 @@ llama_hwkv_layerwise * llama_memory_hwkv::get_layerwise() const {
     return layerwise.get();
 }
 
-bool llama_memory_hwkv::read_head(uint32_t il, uint32_t ih, llama_seq_id seq_id, uint32_t n_pos, float * k, float * v)
-    const {
-    GGML_ASSERT(layerwise && ih < groups.size());
-
-    const auto & kv     = *groups[ih]->kv;
-    const auto   stream = kv.seq_to_stream[seq_id];
-    const auto & cells  = kv.v_cells[stream];
-    const auto & layer  = kv.layers[kv.map_layer_ids.at(il)];
-
-    // in one piece: a device takes long for each of many small reads
-    const auto fetch = [](const ggml_tensor * t) {
-        std::vector<uint8_t> data(ggml_nbytes(t));
-
-        ggml_backend_tensor_get(t, data.data(), 0, data.size());
-
-        return data;
-    };
-
-    const auto data_k = fetch(layer.k_stream[stream]);
-    const auto data_v = fetch(layer.v_stream[stream]);
-
-    const auto read = [](const ggml_tensor * t, const std::vector<uint8_t> & data, uint32_t n_embd, uint32_t i,
-                         float * dst) {
-        const auto * row = data.data() + i * t->nb[1];
-
-        if (t->type == GGML_TYPE_F32) {
-            memcpy(dst, row, n_embd * sizeof(float));
-        } else {
-            ggml_get_type_traits(t->type)->to_float(row, dst, n_embd);
-        }
-    };
-
-    const uint32_t n_embd_k = model.hparams.n_embd_head_k(il);
-    const uint32_t n_embd_v = model.hparams.n_embd_head_v(il);
-
-    uint32_t n_found = 0;
-
-    for (uint32_t i = 0; i < cells.size(); ++i) {
-        if (cells.is_empty(i) || !cells.seq_has(i, seq_id)) {
-            continue;
-        }
-
-        const llama_pos pos = cells.pos_get(i);
-
-        if (pos < 0 || (uint32_t) pos >= n_pos) {
-            return false;
-        }
-
-        read(layer.k_stream[stream], data_k, n_embd_k, i, k + (size_t) pos * n_embd_k);
-        read(layer.v_stream[stream], data_v, n_embd_v, i, v + (size_t) pos * n_embd_v);
-
-        n_found++;
-    }
-
-    return n_found == n_pos;
-}
-
 void llama_memory_hwkv::set_input_kq_mask(uint32_t             ig,
                                           ggml_tensor *        dst,
                                           const llama_ubatch * ubatch,
                                           bool                 causal) const {
-    auto & kv = *groups[ig]->kv;
+    const auto & kv = *groups[ig]->kv;
 
     const auto window = layerwise && !groups[ig]->native_swa ? layerwise->window(ig) : LLAMA_HWKV_FULL;
 
-    if (window != LLAMA_HWKV_FULL) {
-        kv.swa_type = LLAMA_SWA_TYPE_STANDARD;
-        kv.n_swa    = window;
-        kv.n_sink   = layerwise->n_sink();
-    }
-
-    kv.set_input_kq_mask(dst, ubatch, causal);
-
-    if (window != LLAMA_HWKV_FULL) {
-        kv.swa_type = LLAMA_SWA_TYPE_NONE;
-        kv.n_swa    = 0;
-        kv.n_sink   = 0;
+    if (window == LLAMA_HWKV_FULL) {
+        kv.set_input_kq_mask(dst, ubatch, causal);
+    } else {
+        kv.set_input_kq_mask(dst, ubatch, causal, window, LLAMA_SWA_TYPE_STANDARD, layerwise->n_sink());
     }
 }
 
 const std::vector<llama_memory_hwkv::part> & llama_memory_hwkv::get_parts(uint32_t il) const {
     return parts.at(il);
-}
-
-uint32_t llama_memory_hwkv::get_n_draft_max() const {
-    return n_draft_max;
 }
 
 uint32_t llama_memory_hwkv::n_graph_nodes() const {
@@ -1250,26 +913,21 @@ llama_memory_i * llama_memory_hwkv_create(const llama_model &         model,
 
     auto policy = llama_hwkv_policy_of(model);
 
-    // the grouped path with full windows: a reference for tests
-    const bool force = hwkv_env("LLAMA_HWKV_FORCE");
-
-    if (force && !policy) {
-        policy = std::make_shared<llama_hwkv_policy>();
-    }
-
     if (!policy) {
         return nullptr;
     }
 
+    const llama_hwkv_sizing sizing(cparams);
+
     bool is_full = true;
 
-    for (const auto & [il, row] : policy->rows) {
+    for (const auto & [_, row] : policy->rows) {
         for (const int32_t w : row) {
-            is_full = is_full && hwkv_is_full(*policy, w, cparams.n_ctx_seq);
+            is_full = is_full && sizing.is_full(w, policy->n_sink);
         }
     }
 
-    if (is_full && !force && !policy->calibrate) {
+    if (is_full && !policy->calibrate) {
         LLAMA_LOG_INFO(
             "%s: every window of the hwkv policy covers the context (%u positions), the usual KV cache is used\n",
             __func__, cparams.n_ctx_seq);

@@ -1,14 +1,15 @@
 #pragma once
 
 #include "llama-batch.h"
+#include "llama-hwkv-footprint.h"
 #include "llama-hwkv-layerwise.h"
 #include "llama-hwkv-policy.h"
+#include "llama-hwkv-sizing.h"
 #include "llama-kv-cache.h"
 #include "llama-memory-recurrent.h"
 #include "llama-memory.h"
 
 #include <memory>
-#include <string>
 #include <vector>
 
 struct llama_cparams;
@@ -108,16 +109,13 @@ class llama_memory_hwkv : public llama_memory_i {
     //   the windows are masks only
     llama_hwkv_layerwise * get_layerwise() const;
 
-    // K [n_embd_head_k] and V [n_embd_head_v] of the positions 0, 1, ... of a sequence. false if it has other positions
-    bool read_head(uint32_t il, uint32_t ih, llama_seq_id seq_id, uint32_t n_pos, float * k, float * v) const;
-
     void set_input_kq_mask(uint32_t ig, ggml_tensor * dst, const llama_ubatch * ubatch, bool causal) const;
+
+    // seq_pos_min() of the sequence once a state of it is restored: a state leaves out what its last position does not see
+    llama_pos state_pos_min(llama_seq_id seq_id) const;
 
     // where the KV heads of a layer are kept
     const std::vector<part> & get_parts(uint32_t il) const;
-
-    // the longest draft that can always be taken back
-    uint32_t get_n_draft_max() const;
 
     // upper bound for the graph nodes that grouped attention needs beyond the usual
     uint32_t n_graph_nodes() const;
@@ -126,9 +124,9 @@ class llama_memory_hwkv : public llama_memory_i {
     //   llama_kv_cache::find_slot() recycles only cells of a single sequence
     void trim_shared(uint32_t ig);
 
-    // see llama_hwkv_info() and llama_hwkv_table()
-    std::string              info() const;
-    std::vector<std::string> table() const;
+    const llama_hwkv_sizing & get_sizing() const;
+
+    llama_hwkv_footprint footprint() const;
 
   private:
     struct group {
@@ -149,7 +147,10 @@ class llama_memory_hwkv : public llama_memory_i {
         // the lowest position that the sequence holds besides the sink tokens; -1 if there is none
         llama_pos seq_pos_min(llama_seq_id seq_id) const;
 
-        // the lowest position that decoding at position p0 > 0 sees besides the sink tokens
+        // the lowest position that is not beyond the window at position pos, that itself counted
+        llama_pos visible(llama_pos pos) const;
+
+        // the lowest position that decoding at position p0 > 0 needs besides the sink tokens
         llama_pos needed(llama_pos p0) const;
 
         // the lowest L > 0 such that needed() >= pos from there on
@@ -159,13 +160,12 @@ class llama_memory_hwkv : public llama_memory_i {
     const llama_model &         model;
     const llama_hwkv_policy_ptr policy;
 
-    const bool     unified;
-    const uint32_t n_ctx_seq;
+    const bool unified;
+
+    const llama_hwkv_sizing sizing;
 
     const ggml_type type_k;
     const ggml_type type_v;
-
-    uint32_t n_draft_max = 0;
 
     // full group first, then windows ascending, then the model's own sliding window
     std::vector<std::unique_ptr<group>> groups;
@@ -176,24 +176,28 @@ class llama_memory_hwkv : public llama_memory_i {
 
     std::unique_ptr<llama_hwkv_layerwise> layerwise;
 
+    // the layer whose K and V layer il attends
+    uint32_t source_of(uint32_t il) const;
+
+    // the window of a KV head in this context: LLAMA_HWKV_FULL if it covers the context
+    int32_t window_of(uint32_t il, uint32_t ih) const;
+
+    // in the constructor
+    void make_groups();
+    void make_caches(const llama_memory_params & params, const llama_cparams & cparams);
+
     bool can_resume(llama_seq_id seq_id, llama_pos p0) const;
 
     // the positions that sequence seq_id really holds in the group that holds the most
     llama_pos seq_pos_first(llama_seq_id seq_id) const;
 
-    struct group_bytes {
-        uint32_t n_layer   = 0;
-        uint32_t n_head_kv = 0;
-        size_t   bytes     = 0;
-
-        std::vector<std::pair<uint32_t, size_t>> layers;  // layer, bytes
-    };
-
-    group_bytes bytes_of(uint32_t ig) const;
+    // KV heads of a group in all layers
+    uint32_t n_head_kv(uint32_t ig) const;
 
     size_t row_size(uint32_t il, uint32_t n_head_kv) const;  // bytes of K and V of one cell
-    size_t full_bytes() const;        // what upstream's cache would take for the configurable layers
-    size_t checkpoint_bytes() const;  // of one context checkpoint, at most
+
+    void state_write_header(llama_io_write_i & io, llama_state_seq_flags flags) const;
+    void state_check_header(llama_io_read_i & io, llama_state_seq_flags flags) const;
 
     slots prepare(uint32_t ig, const std::vector<llama_ubatch> & ubatches);
 
