@@ -17,7 +17,7 @@ _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = MAX_VALUE
 
 
-def as_text(name):
+def as_text(name: str | bytes | os.PathLike[str]) -> str:
     """The name, with the replacement character for what is not UTF-8."""
     return os.fsencode(name).decode(errors="replace")
 
