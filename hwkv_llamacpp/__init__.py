@@ -11,6 +11,7 @@ need the native build.
 """
 
 import importlib
+from typing import Any
 
 from .errors import HwkvError
 from .gguf import embed as _embed  # noqa: F401 (teaches Policy.load() to read GGUF files)
@@ -23,11 +24,11 @@ __all__ = ["HwkvError", "Llama", "ModelGeometry", "Policy", "calibrate"]
 _ON_FIRST_USE = {"Llama": ".runtime.llama", "calibrate": ".calibration.calibrate"}
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> Any:
     if name in _ON_FIRST_USE:
         return getattr(importlib.import_module(_ON_FIRST_USE[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return sorted([*globals(), *_ON_FIRST_USE])

@@ -6,44 +6,52 @@ import os
 import secrets
 import stat
 import time
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any, BinaryIO, overload
 
 from ..errors import HwkvError
 
 ABANDONED_AFTER = 60  # seconds
 
 
+@overload
+def replacing(path: str | Path, overwrite: bool = False) -> AbstractContextManager[BinaryIO]: ...
+@overload
+def replacing(
+    path: str | Path, overwrite: bool = False, link_to: str | Path | None = None
+) -> AbstractContextManager[BinaryIO | None]: ...
 @contextmanager
-def replacing(path, overwrite=False, link_to=None):
-    """Yields a binary file; what is written to it becomes `path` when the block ends without an error.
+def replacing(path: str | Path, overwrite: bool = False, link_to: str | Path | None = None) -> Iterator[Any]:
+    """Yields a binary file. What is written to it becomes `path` when the block ends without an error.
 
-    With link_to, `path` becomes a hard link to that file instead, and None is yielded;
-    where the file system cannot link, an empty file is yielded as usual.
+    With link_to, `path` becomes a hard link to that file, and None is yielded. Where the file system cannot link, an
+    empty file is yielded as usual.
 
-    The bytes go to a temporary file in the same folder, are flushed to the disk, and take
-    the target's name in one step. After an error, a signal that raises, or a full disk the
-    temporary file is gone and the target is as it was. What a killed process left in the
-    folder is removed by the next one that writes there.
+    The bytes go to a temporary file in the same folder, are flushed to the disk, and take the target's name in one
+    step. After an error, a signal that raises, or a full disk the temporary file is gone and the target is as it was.
+    What a killed process left in the folder is removed by the next one that writes there. HwkvError if `path` must not
+    be replaced (see check_target) or cannot be written.
     """
     with replacing_together(overwrite) as add:
         yield add(path, link_to)
 
 
 @contextmanager
-def replacing_together(overwrite=False):
+def replacing_together(overwrite: bool = False) -> Iterator[Callable[..., BinaryIO | None]]:
     """Yields a call that takes what `replacing` takes and returns what it yields, for files that belong together.
 
-    All are written before the first takes its name. Those that they replace are kept aside until the last has its own:
-    after an error or a signal that raises, at whatever moment, all targets are as they were; or all are new, if it came
-    after the last rename. What cannot be undone is SIGKILL or a power loss between the first and the last rename: then
-    some are new and some old.
+    All are written before the first takes its name. Those that they replace are kept aside until the last has its name.
+    After an error or a signal that raises, at whatever moment, all targets are as they were; or all are new, if it came
+    after the last rename. A SIGKILL or a power loss between the first and the last rename cannot be undone: then some
+    are new and some old.
     """
-    members = []
+    members: list[_Member] = []
     with ExitStack() as opened:
         try:
 
-            def add(path, link_to=None):
+            def add(path: str | Path, link_to: str | Path | None = None) -> BinaryIO | None:
                 path = Path(path)
                 check_target(path, overwrite)
                 _sweep(path.parent)
@@ -76,16 +84,16 @@ def replacing_together(overwrite=False):
 class _Member:
     """A file that waits for its name."""
 
-    def __init__(self, path):
+    def __init__(self, path: Path) -> None:
         self.path = path
         self.partial = path.with_name(f".hwkv-{secrets.token_hex(8)}.partial")  # its own bytes
         self.aside = path.with_name(f".hwkv-{secrets.token_hex(8)}.partial")  # what it replaces
-        self.file = None
+        self.file: BinaryIO | None = None
         self.is_new = False  # nothing had the name
-        self.identity = None  # os.stat of its own bytes, once they are about to take the name
+        self.identity: os.stat_result | None = None  # os.stat of its own bytes, once they are about to take the name
 
 
-def _take_names(members, overwrite):
+def _take_names(members: list[_Member], overwrite: bool) -> None:
     """All, or after an error none."""
     try:
         for member in members:
@@ -99,9 +107,9 @@ def _take_names(members, overwrite):
         raise
 
 
-def _to_the_end(step, members):
+def _to_the_end(step: Callable[[_Member], None], members: list[_Member]) -> None:
     """Does a step, which can be done twice, for all members; an interrupt is raised when that is done."""
-    interrupt = None
+    interrupt: BaseException | None = None
     while True:
         try:
             for member in members:
@@ -113,14 +121,14 @@ def _to_the_end(step, members):
         raise interrupt
 
 
-def _keep_aside(member):
+def _keep_aside(member: _Member) -> None:
     try:
         os.link(member.path, member.aside, follow_symlinks=False)  # the old one keeps its name, too
     except (OSError, NotImplementedError):  # not every file system can link
         os.rename(member.path, member.aside)
 
 
-def _give_back(member):
+def _give_back(member: _Member) -> None:
     """Undoes what _take_names did for a member, as far as it came."""
     with suppress(OSError):
         if os.path.lexists(member.aside):
@@ -129,14 +137,14 @@ def _give_back(member):
             os.unlink(member.path)
 
 
-def _clean_up(member):
+def _clean_up(member: _Member) -> None:
     _discard(member.partial)
     if os.path.lexists(member.path):
         _discard(member.aside)
 
 
-def check_target(path, overwrite):
-    """Refuses what must not be replaced: an existing file without `overwrite`, a folder, a device."""
+def check_target(path: str | Path, overwrite: bool) -> None:
+    """HwkvError for what must not be replaced: an existing file without `overwrite`, a folder, a device."""
     path = Path(path)
     try:
         mode = path.stat().st_mode
@@ -152,17 +160,18 @@ def check_target(path, overwrite):
         raise HwkvError(f"{path}: exists already; --force replaces it")
 
 
-def _write_error(path, error):
+def _write_error(path: Path, error: OSError) -> HwkvError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return HwkvError(f"{path}: cannot write: the disk is full; nothing was left behind")
-    # of the file that failed: usually the folder of the target, not the partial file's own name
+    # only the reason: the error's own file name is that of the temporary file
     return HwkvError(f"{path}: cannot write: {error.strerror or error}")
 
 
-def _take_name(partial, path, overwrite):
-    if not overwrite:  # nor what another process has written since
+def _take_name(partial: Path, path: Path, overwrite: bool) -> None:
+    if not overwrite:  # a link refuses a file that another process has made meanwhile
         try:
-            return os.link(partial, path)
+            os.link(partial, path)
+            return
         except FileExistsError:
             raise HwkvError(f"{path}: exists already; --force replaces it") from None
         except OSError:
@@ -170,27 +179,27 @@ def _take_name(partial, path, overwrite):
     os.replace(partial, path)
 
 
-def _link(source, target):
+def _link(source: str | Path, target: Path) -> bool:
     try:
-        os.link(os.path.realpath(source), target)  # of a symbolic link, the file
+        os.link(os.path.realpath(source), target)  # to the file itself, where the source is a symbolic link
     except OSError:
         return False
     return True
 
 
-def _discard(partial):
+def _discard(partial: Path) -> None:
     with suppress(OSError):  # renamed already, or never made
         os.unlink(partial)
 
 
-def _hold(file):
-    """Says that the file is in use, as long as it is open. Shared: a link is the file of all that link to it."""
+def _hold(file: BinaryIO) -> None:
+    """Locks the file as long as it is open: it is in use. The lock is shared: other links to the file have it, too."""
     with suppress(OSError):  # not every file system can lock
         fcntl.flock(file, fcntl.LOCK_SH)
 
 
-def _sweep(folder):
-    """Removes temporary files that no process holds. A young one may be about to be held."""
+def _sweep(folder: Path) -> None:
+    """Removes temporary files that no process holds. A young one stays: its process may not hold it yet."""
     for partial in folder.glob(".hwkv-*.partial"):
         with suppress(OSError), open(partial, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -198,7 +207,7 @@ def _sweep(folder):
                 os.unlink(partial)
 
 
-def _sync_folder(folder):
+def _sync_folder(folder: Path) -> None:
     """Makes the new name itself durable. Not every file system can; then the content is still whole."""
     try:
         fd = os.open(folder, os.O_RDONLY)

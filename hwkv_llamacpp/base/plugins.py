@@ -1,15 +1,17 @@
 """Classes that packages register under a group of entry points: ours, and those of others."""
 
 import functools
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 
 from ..errors import HwkvError
 
 
 @functools.cache
 def load(group: str, base: type) -> dict[str, type]:
-    """{name: class} of all entry points of the group, ours first. HwkvError names the package whose entry is at
-    fault."""
+    """{name: class} of all entry points of the group, ours first.
+
+    base: the class that they derive from. HwkvError names the package whose entry is at fault.
+    """
     found: dict[str, type] = {}
     owners: dict[str, str] = {}
     entries = sorted(entry_points(group=group), key=lambda entry: (_package(entry) != "hwkv-llamacpp", entry.name))
@@ -33,5 +35,5 @@ def load(group: str, base: type) -> dict[str, type]:
     return found
 
 
-def _package(entry):
+def _package(entry: EntryPoint) -> str:
     return entry.dist.name if entry.dist else "unknown"

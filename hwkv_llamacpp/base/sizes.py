@@ -6,11 +6,14 @@ import re
 UNITS = {
     name + suffix: base**power for power, name in enumerate("KMGT", 1) for suffix, base in (("iB", 1024), ("B", 1000))
 }
-LEAST_BARE = 2**20  # bytes; fewer without a unit were meant as something else
+LEAST_BARE = 2**20  # bytes; a smaller number without a unit is a unit forgotten
 
 
-def parse(text):
-    """Bytes of "24GiB", "24G" (both 24 * 1024^3), "1.5 GB" (1000^3) or a plain number of bytes; for argparse."""
+def parse(text: str) -> int:
+    """Bytes of "24GiB", "24G" (both 24 * 1024^3), "1.5 GB" (1.5 * 1000^3) or a plain number of bytes.
+
+    For argparse: ArgumentTypeError says what is wrong.
+    """
     match = re.fullmatch(
         r"\s*([0-9]{1,20}(?:\.[0-9]{1,9})?)\s*(?:([KMGT])(i?B)?|B)?\s*", text, re.ASCII | re.IGNORECASE
     )
@@ -26,8 +29,8 @@ def parse(text):
     return n_bytes
 
 
-def show(n_bytes):
-    """The shortest exact text that parses to it: "24 GiB" stays so, and so do "24 GB" and "1.5 GiB"."""
+def show(n_bytes: int) -> str:
+    """The shortest text that parse() reads as exactly so many bytes, such as "24 GiB", "24 GB" or "1.5 GiB"."""
     texts = [
         f"{n_bytes / unit:.3f}".rstrip("0").rstrip(".") + f" {name}"
         for name, unit in UNITS.items()

@@ -22,7 +22,7 @@ class Baseline(ABC):
     details: ClassVar[str] = ""  # more, for `hwkv policy make NAME --help`
     example: ClassVar[str] = ""  # a command line
 
-    @classmethod
+    @classmethod  # noqa: B027 (one without options is complete)
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         """Adds the baseline's own options; MODEL, -o and --force are there."""
 

@@ -1,14 +1,19 @@
 """The windows and budgets that baselines are asked for on the command line."""
 
+import argparse
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import replace
 
 from ..base import options, sizes
 from ..errors import HwkvError
+from ..gguf.geometry import ModelGeometry
 from ..policy.budget import Budget
+from ..policy.policy import Policy
 
 
-def sink_flag(command, default):
+def sink_flag(command: argparse.ArgumentParser, default: int) -> None:
+    """Adds --sink."""
     command.add_argument(
         "--sink",
         type=options.whole(0, "a number of tokens"),
@@ -18,13 +23,15 @@ def sink_flag(command, default):
     )
 
 
-def window_flags(command):
+def window_flags(command: argparse.ArgumentParser) -> None:
+    """Adds --window, --retention and --budget-bytes, one of which must be given, and -c."""
     group = command.add_mutually_exclusive_group(required=True)
     group.add_argument("--window", type=options.tokens, metavar="N", help="tokens that every KV head keeps")
     budget_flags(command, group)
 
 
-def budget_flags(command, group):
+def budget_flags(command: argparse.ArgumentParser, group: argparse._ArgumentGroup) -> None:
+    """Adds --retention and --budget-bytes to a group of the command, and -c to the command."""
     group.add_argument(
         "--retention",
         type=float,
@@ -43,7 +50,11 @@ def budget_flags(command, group):
     )
 
 
-def asked_budget(args, geometry):
+def asked_budget(args: argparse.Namespace, geometry: ModelGeometry) -> Budget | None:
+    """The Budget of --retention or --budget-bytes at the context of -c; None if neither is given.
+
+    Says on stderr where the context is longer than the model was trained for. HwkvError for -c alone.
+    """
     if args.retention is None and args.budget_bytes is None:
         if args.ctx_size is not None:
             raise HwkvError("-c is the context of --retention or --budget-bytes; neither is given")
@@ -52,17 +63,19 @@ def asked_budget(args, geometry):
     return Budget(args.ctx_size or geometry.n_ctx_train, args.retention, args.budget_bytes)
 
 
-def of_window(args, geometry, make):
-    """make(window) for the --window, or for the largest within the budget."""
+def of_window(args: argparse.Namespace, geometry: ModelGeometry, make: Callable[[int], Policy]) -> Policy:
+    """make(window) for --window, or for the largest window that the budget holds."""
     budget = asked_budget(args, geometry)
     return make(args.window) if budget is None else largest(geometry, budget, make)
 
 
-def largest(geometry, budget, make):
-    """make(window) with the largest window that fits into the Budget. HwkvError if not even a window of 1 token
-    does."""
+def largest(geometry: ModelGeometry, budget: Budget, make: Callable[[int], Policy]) -> Policy:
+    """make(window) for the largest window that the Budget holds, with the Budget in its provenance.
+
+    HwkvError if not even a window of 1 token fits.
+    """
     window = bisect_left(range(1, budget.n_ctx + 1), True, key=lambda w: not budget.holds(geometry, make(w)))
     if not window:
         raise HwkvError(f"no window fits: 1 token per KV head is {budget.shows(geometry, make(1))}")
     policy = make(window)
-    return replace(policy, provenance={**policy.provenance, **budget.describe()})
+    return replace(policy, provenance={**(policy.provenance or {}), **budget.describe()})

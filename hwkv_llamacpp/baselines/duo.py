@@ -1,10 +1,15 @@
 """DuoAttention's form: every KV head is full or streaming."""
 
+import argparse
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ..base import options
 from ..errors import HwkvError
+from ..gguf.geometry import ModelGeometry
 from ..policy.allocation import allocate
+from ..policy.budget import Budget
+from ..policy.policy import Policy
 from .baseline import Baseline
 from .budgets import asked_budget, budget_flags, sink_flag
 from .rows import hand_made
@@ -22,7 +27,7 @@ class Duo(Baseline):
     )
 
     @classmethod
-    def add_arguments(cls, parser):
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             "--run",
             dest="folder",
@@ -42,7 +47,7 @@ class Duo(Baseline):
         sink_flag(parser, 4)
 
     @classmethod
-    def make(cls, geometry, args):
+    def make(cls, geometry: ModelGeometry, args: argparse.Namespace) -> Policy:
         from ..calibration.methods.leastkl import expected_losses  # slow to import, and needed here alone
 
         windows, losses = expected_losses(args.folder, geometry, args.sink)
@@ -50,16 +55,20 @@ class Duo(Baseline):
             candidates = ", ".join(map(str, windows))
             raise HwkvError(f"--window is {args.window}; the run in {args.folder} has the candidates {candidates}")
         at = windows.index(args.window)
-        losses = {il: rows[:, at] for il, rows in losses.items()}
-        return duo(geometry, losses, args.window, asked_budget(args, geometry), args.sink)
+        of_window = {il: rows[:, at] for il, rows in losses.items()}
+        budget = asked_budget(args, geometry)
+        assert budget is not None  # argparse requires one of its options
+        return duo(geometry, of_window, args.window, budget, args.sink)
 
 
-def duo(geometry, losses, window, budget, n_sink=4):
-    """DuoAttention's form (Xiao et al. 2024, arXiv 2410.10819): every KV head is full, or keeps the first n_sink tokens
-    and a window.
+def duo(
+    geometry: ModelGeometry, losses: Mapping[int, Iterable[float]], window: int, budget: Budget, n_sink: int = 4
+) -> Policy:
+    """DuoAttention's form (Xiao et al. 2024, arXiv 2410.10819).
 
-    losses: {layer: [n_head_kv]} of all configurable layers, what each head would lose; those that lose most per cell
-    are full, as many as the Budget holds. HwkvError if not even the windows fit.
+    Every KV head is full, or keeps the first n_sink tokens and a window. losses: {layer: [n_head_kv]} of all
+    configurable layers: what each head would lose with the window. The heads that lose most for the cells that they
+    save are full, as many as the Budget holds. HwkvError if not even the windows fit.
     """
     policy = allocate(geometry, [window], {il: [[x] for x in row] for il, row in losses.items()}, n_sink, budget)
     return hand_made(geometry, policy.layers, {"method": "duo", "window": window, **budget.describe()}, n_sink)

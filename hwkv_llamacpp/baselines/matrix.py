@@ -1,11 +1,15 @@
 """Windows from a file."""
 
+import argparse
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
+from ..base.shape import WindowRow
 from ..errors import HwkvError
-from ..policy.policy import MAX_FILE_BYTES
+from ..gguf.geometry import ModelGeometry
+from ..policy.policy import MAX_FILE_BYTES, Policy
 from .baseline import Baseline
 from .rows import check_lengths, configurable, hand_made, parse_window
 
@@ -20,32 +24,32 @@ class Matrix(Baseline):
     example = "hwkv policy make matrix model.gguf --matrix windows.csv -o policy.json"
 
     @classmethod
-    def add_arguments(cls, parser):
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--matrix", type=Path, required=True, metavar="FILE", help="windows as .csv or .json")
 
     @classmethod
-    def make(cls, geometry, args):
+    def make(cls, geometry: ModelGeometry, args: argparse.Namespace) -> Policy:
         return matrix(geometry, args.matrix)
 
 
-def matrix(geometry, path):
+def matrix(geometry: ModelGeometry, path: str | Path) -> Policy:
     """Windows from a file: one row per configurable layer in execution order, one column per KV head.
 
-    CSV has "full" or a number per cell; empty lines and lines that start with # are skipped.
-    JSON has the same as a list of lists, or as an object of layer number: list.
+    CSV has "full" or a number of tokens per cell; empty lines and lines that start with # are skipped. JSON has the
+    same as a list of lists, or as an object of layer number: list. HwkvError if the file cannot be read, or does not
+    fit the model.
     """
     path = Path(path)
-    rows = _read_json(path) if path.suffix.lower() == ".json" else _read_csv(path)
+    found = _read_json(path) if path.suffix.lower() == ".json" else _read_csv(path)
     layers = configurable(geometry)
-    if isinstance(rows, list):
-        if len(rows) != len(layers):
-            raise HwkvError(f"{path}: has {len(rows)} rows, the model has {len(layers)} configurable layers")
-        rows = {layer.layer: row for layer, row in zip(layers, rows)}
+    if isinstance(found, list) and len(found) != len(layers):
+        raise HwkvError(f"{path}: has {len(found)} rows, the model has {len(layers)} configurable layers")
+    rows = found if isinstance(found, dict) else {layer.layer: row for layer, row in zip(layers, found)}
     check_lengths(geometry, rows, path)
     return hand_made(geometry, rows, {"method": "matrix", "file": path.name})
 
 
-def _read(path):
+def _read(path: Path) -> str:
     try:
         with open(path, encoding="utf-8", newline="") as file:
             text = file.read(MAX_FILE_BYTES + 1)
@@ -58,8 +62,8 @@ def _read(path):
     return text
 
 
-def _read_csv(path):
-    rows = []
+def _read_csv(path: Path) -> list[WindowRow]:
+    rows: list[WindowRow] = []
     reader = csv.reader(_read(path).splitlines())
     while True:
         try:
@@ -76,9 +80,9 @@ def _read_csv(path):
             raise HwkvError(f"{path}: line {reader.line_num}: {error}") from None
 
 
-def _read_json(path):
+def _read_json(path: Path) -> list[WindowRow] | dict[int, WindowRow]:
     try:
-        data = json.loads(_read(path))
+        data: Any = json.loads(_read(path))
     except (ValueError, RecursionError) as error:
         raise HwkvError(f"{path}: not JSON: {error}") from None
     if isinstance(data, dict):

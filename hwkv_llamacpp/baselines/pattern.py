@@ -1,9 +1,13 @@
 """One row of windows for all layers, other rows for some."""
 
 import argparse
+from collections.abc import Mapping
 
 from ..base.options import index
+from ..base.shape import WindowRow
 from ..errors import HwkvError
+from ..gguf.geometry import ModelGeometry
+from ..policy.policy import Policy
 from .baseline import Baseline
 from .rows import check_lengths, configurable, format_row, hand_made, row_option
 
@@ -15,7 +19,7 @@ class Pattern(Baseline):
     example = 'hwkv policy make pattern model.gguf --pattern "full,512,512,full" --layer 3:full,64,64,64 -o policy.json'
 
     @classmethod
-    def add_arguments(cls, parser):
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             "--pattern",
             type=row_option,
@@ -32,7 +36,7 @@ class Pattern(Baseline):
         )
 
     @classmethod
-    def make(cls, geometry, args):
+    def make(cls, geometry: ModelGeometry, args: argparse.Namespace) -> Policy:
         if not args.pattern and not args.layer:
             raise HwkvError("a pattern needs --pattern or --layer")
         layers = dict(args.layer)
@@ -41,8 +45,13 @@ class Pattern(Baseline):
         return pattern(geometry, args.pattern, layers)
 
 
-def pattern(geometry, row=None, by_layer=None):
-    """One row of windows repeated over all configurable layers, and other rows for single layers."""
+def pattern(
+    geometry: ModelGeometry, row: WindowRow | None = None, by_layer: Mapping[int, WindowRow] | None = None
+) -> Policy:
+    """One row of windows repeated over all configurable layers, and other rows for single layers.
+
+    Without a row, layers that by_layer does not name stay full. HwkvError if a row does not fit its layer.
+    """
     by_layer = by_layer or {}
     rows = {layer.layer: row for layer in configurable(geometry)} if row else {}
     rows.update(by_layer)
@@ -55,7 +64,8 @@ def pattern(geometry, row=None, by_layer=None):
     )
 
 
-def layer_row(text):
+def layer_row(text: str) -> tuple[int, list[int | None]]:
+    """(layer, row) of "3:full,64,64,64", for argparse."""
     layer, colon, row = text.partition(":")
     if not colon:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not LAYER:ROW, as in 3:full,64,64,64")

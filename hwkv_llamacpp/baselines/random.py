@@ -1,11 +1,16 @@
 """Windows drawn by chance, as a control."""
 
+import argparse
 import math
 import random
 from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 
 from ..base import options
+from ..base.shape import WindowRow
 from ..errors import HwkvError
+from ..gguf.geometry import ModelGeometry
+from ..policy.budget import Budget
 from ..policy.policy import Policy
 from .baseline import Baseline
 from .budgets import asked_budget, budget_flags, sink_flag
@@ -22,7 +27,7 @@ class Random(Baseline):
     example = "hwkv policy make random model.gguf --windows 256,1024,full --seed 1 -o policy.json"
 
     @classmethod
-    def add_arguments(cls, parser):
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             "--windows", type=row_option, required=True, metavar="ROW", help='windows to draw from, as "256,1024,full"'
         )
@@ -37,18 +42,20 @@ class Random(Baseline):
         budget_flags(parser, parser.add_mutually_exclusive_group())
 
     @classmethod
-    def make(cls, geometry, args):
+    def make(cls, geometry: ModelGeometry, args: argparse.Namespace) -> Policy:
         return random_windows(geometry, args.windows, args.seed, args.sink, asked_budget(args, geometry))
 
 
-def random_windows(geometry, windows, seed, n_sink=0, budget=None):
-    """Every KV head draws one of the windows, all with the same chance; the same seed draws the same.
+def random_windows(
+    geometry: ModelGeometry, windows: WindowRow, seed: int, n_sink: int = 0, budget: Budget | None = None
+) -> Policy:
+    """Every KV head draws one of the windows, all with the same chance. The same seed draws the same.
 
-    With a Budget all heads begin with the shortest window. In random order each draws among the windows, from its own
-    upwards, with which the whole still fits; and so again, until no head can take its next longer window.
+    With a Budget all heads begin with the shortest window. Then each, in random order, draws a window that is no
+    shorter than its own and that still fits. This is repeated until no head can take its next longer window.
     HwkvError if the shortest window does not fit.
     """
-    Policy({0: windows})  # refuses what is no window, drawn or not
+    Policy({0: tuple(windows)})  # refuses what is no window, drawn or not
     windows = sorted(windows, key=lambda w: math.inf if w is None else w)
     chance = random.Random(seed).random  # the same numbers in every version of Python
     rows = {layer.layer: [windows[0]] * layer.n_head_kv for layer in configurable(geometry)}
@@ -61,14 +68,26 @@ def random_windows(geometry, windows, seed, n_sink=0, budget=None):
     return hand_made(geometry, rows, shown, n_sink)
 
 
-def _draw_within(budget, geometry, rows, windows, chance, n_sink):
-    def fits(row, head, window):
+def _draw_within(
+    budget: Budget,
+    geometry: ModelGeometry,
+    rows: Mapping[int, list[int | None]],
+    windows: Sequence[int | None],
+    chance: Callable[[], float],
+    n_sink: int,
+) -> None:
+    """Draws the windows of the rows, in place, such that the Budget holds them. HwkvError if none does."""
+
+    def policy() -> Policy:
+        return Policy({il: tuple(row) for il, row in rows.items()}, n_sink)
+
+    def fits(row: list[int | None], head: int, window: int | None) -> bool:
         before, row[head] = row[head], window
-        held = budget.holds(geometry, Policy(rows, n_sink))
+        held = budget.holds(geometry, policy())
         row[head] = before
         return held
 
-    shortest = Policy(rows, n_sink)
+    shortest = policy()
     if not budget.holds(geometry, shortest):
         raise HwkvError(
             f"the shortest window, {format_row(windows[:1])}, does not fit: it is {budget.shows(geometry, shortest)}"

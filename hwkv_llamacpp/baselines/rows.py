@@ -1,17 +1,22 @@
 """Rows of windows: read, written, checked against a model, and made into a policy."""
 
 import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+from ..base.shape import WindowRow
 from ..errors import HwkvError
+from ..gguf.geometry import Layer, ModelGeometry
 from ..policy.policy import FULL, Policy
 
 
-def parse_row(text):
-    """Windows of "full,512,64". ValueError if a cell is neither "full" nor a number."""
+def parse_row(text: str) -> list[int | None]:
+    """Windows of "full,512,64", in tokens; None is full. ValueError if a cell is neither "full" nor a number."""
     return [parse_window(cell) for cell in text.split(",")]
 
 
-def row_option(text):
+def row_option(text: str) -> list[int | None]:
     """parse_row() for argparse's `type`."""
     try:
         return parse_row(text)
@@ -19,7 +24,8 @@ def row_option(text):
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def parse_window(text):
+def parse_window(text: str) -> int | None:
+    """The window of "512", or None of "full". ValueError if it is neither."""
     text = text.strip()
     if text == FULL:
         return None
@@ -28,23 +34,34 @@ def parse_window(text):
     return int(text)
 
 
-def format_row(row):
+def format_row(row: WindowRow) -> str:
+    """The text that parse_row() reads as this row."""
     return ",".join(FULL if w is None else str(w) for w in row)
 
 
-def configurable(geometry):
+def configurable(geometry: ModelGeometry) -> Sequence[Layer]:
+    """The layers that take windows, in execution order. HwkvError if no policy fits the model."""
     if geometry.refusal:
         raise HwkvError(f"no policy fits a model of architecture {geometry.architecture}: {geometry.refusal}")
     return geometry.configurable
 
 
-def hand_made(geometry, rows, provenance, n_sink=0):
-    policy = Policy(rows, n_sink, geometry.describe(), {**provenance, "made_by": "hand"})
+def hand_made(
+    geometry: ModelGeometry, rows: Mapping[int, WindowRow], provenance: Mapping[str, Any], n_sink: int = 0
+) -> Policy:
+    """The Policy of these rows, {layer: windows}. HwkvError if it does not fit the model."""
+    policy = Policy(
+        {il: tuple(row) for il, row in rows.items()}, n_sink, geometry.describe(), {**provenance, "made_by": "hand"}
+    )
     policy.check(geometry)
     return policy
 
 
-def check_lengths(geometry, rows, source):
+def check_lengths(geometry: ModelGeometry, rows: Mapping[int, WindowRow], source: str | Path) -> None:
+    """HwkvError if a row is of a layer that takes no windows, or has not one window per KV head.
+
+    source: what messages name, a file or "pattern".
+    """
     heads = {layer.layer: layer.n_head_kv for layer in geometry.configurable}
     for il, row in rows.items():
         if il not in heads:
@@ -53,7 +70,8 @@ def check_lengths(geometry, rows, source):
             raise HwkvError(f"{source}: layer {il} gets {len(row)} windows, the model has {heads[il]} KV heads there")
 
 
-def why_not(geometry, il):
+def why_not(geometry: ModelGeometry, il: int) -> str | None:
+    """Why layer il takes no windows."""
     for layer in geometry.layers:
         if layer.layer == il:
             return layer.reason

@@ -1,7 +1,12 @@
 """The same window for every KV head."""
 
+import argparse
+from collections.abc import Sequence
+
 from ..base.options import index
 from ..errors import HwkvError
+from ..gguf.geometry import ModelGeometry
+from ..policy.policy import Policy
 from .baseline import Baseline
 from .budgets import of_window, sink_flag, window_flags
 from .rows import configurable, hand_made, why_not
@@ -17,7 +22,7 @@ class Uniform(Baseline):
     )
 
     @classmethod
-    def add_arguments(cls, parser):
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         window_flags(parser)
         sink_flag(parser, 0)
         parser.add_argument(
@@ -29,13 +34,19 @@ class Uniform(Baseline):
         )
 
     @classmethod
-    def make(cls, geometry, args):
+    def make(cls, geometry: ModelGeometry, args: argparse.Namespace) -> Policy:
         return of_window(args, geometry, lambda window: uniform(geometry, window, args.keep_full, args.sink))
 
 
-def uniform(geometry, window, keep_full=(), n_sink=0):
-    """One window for every KV head. keep_full: (layer, KV head) pairs that stay full; head None is the whole layer."""
-    rows = {layer.layer: [window] * layer.n_head_kv for layer in configurable(geometry)}
+def uniform(
+    geometry: ModelGeometry, window: int, keep_full: Sequence[tuple[int, int | None]] = (), n_sink: int = 0
+) -> Policy:
+    """One window for every KV head.
+
+    keep_full: (layer, KV head) pairs that stay full; head None is the whole layer. HwkvError if the model has no such
+    head.
+    """
+    rows: dict[int, list[int | None]] = {layer.layer: [window] * layer.n_head_kv for layer in configurable(geometry)}
     for il, head in keep_full:
         if il not in rows:
             raise HwkvError(f"layer {il} cannot be kept full: {why_not(geometry, il)}")
@@ -51,7 +62,8 @@ def uniform(geometry, window, keep_full=(), n_sink=0):
     )
 
 
-def heads(text):
+def heads(text: str) -> list[tuple[int, int | None]]:
+    """(layer, KV head) pairs of "0,1,17:2", for argparse. Head None is the whole layer."""
     pairs = []
     for item in text.split(","):
         layer, colon, head = item.partition(":")

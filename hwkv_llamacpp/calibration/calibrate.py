@@ -41,10 +41,11 @@ def calibrate(
 ) -> Calibration:
     """Calibrates a policy for the model and selects one record.
 
-    folder: keeps the run, which a later call with the same arguments goes on with. method: a Method, or the name of
-    one with its defaults. text: files to calibrate on instead of the default trace; held_out_text: files to measure
-    on. n_tokens: length of each trace. options: how the model will be served. Of budget (retention, 0 to 1) and
-    budget_bytes at most one; it holds at n_ctx tokens (0: the trained context). HwkvError says what cannot be.
+    folder: keeps the run; a later call with the same arguments goes on with it. method: a Method, or the name of one,
+    which then has its defaults. text: files to calibrate on instead of the default trace. held_out_text: files to
+    measure on. n_tokens: length of each trace. options: how the model will be served. budget (a share of the cells, 0
+    to 1, BUDGET by default) or budget_bytes: the most that the policy may keep at n_ctx tokens (0: the trained
+    context). HwkvError says what cannot be.
     """
     geometry = ModelGeometry.from_gguf(model_path)
     asked = asked_budget(geometry, options, budget, budget_bytes, n_ctx)
@@ -66,7 +67,7 @@ def calibrate(
 
 
 def named(method: Method | str) -> Method:
-    """The Method of that name, with its defaults; a Method is given back."""
+    """The Method of that name, with its defaults. A Method is given back. HwkvError if none has the name."""
     if isinstance(method, Method):
         return method
     known = methods()
@@ -78,7 +79,7 @@ def named(method: Method | str) -> Method:
 def asked_budget(
     geometry: ModelGeometry, options: RuntimeOptions, budget: float | None, budget_bytes: int | None, n_ctx: int
 ) -> Budget:
-    """The Budget that a record is selected under."""
+    """The Budget that a record is selected under. Arguments as calibrate()'s. HwkvError if both budgets are given."""
     if budget is not None and budget_bytes is not None:
         raise HwkvError("of a retention budget and a budget in bytes at most one can select")
     n_ctx = n_ctx or geometry.n_ctx_train
@@ -89,9 +90,20 @@ def asked_budget(
 
 
 def find(
-    model_path, geometry, folder, *, method, text, held_out_text, n_tokens, settings, options, budget, progress
+    model_path: str | Path,
+    geometry: ModelGeometry,
+    folder: str | Path,
+    *,
+    method: Method,
+    text: Iterable[Path],
+    held_out_text: Iterable[Path],
+    n_tokens: int,
+    settings: Settings,
+    options: RuntimeOptions,
+    budget: Budget,
+    progress: bool,
 ) -> list[Record]:
-    """The records that calibrate() selects from; its arguments, but for the Method and the Budget."""
+    """The records that calibrate() selects from. Arguments and errors as there."""
     check_model(geometry)
     if held_out_text and not text:
         raise HwkvError("held-out text without text to calibrate on: the default trace has its own")

@@ -1,12 +1,19 @@
 """How far a policy moves a model's next-token distributions from those with full KV, measured through the runtime."""
 
+from __future__ import annotations
+
 import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..errors import HwkvError
+from ..policy.policy import Policy
+from ..runtime.context import Model
 from .files import KNOWN_KEYS, Count, Number, Share
 
 
@@ -25,21 +32,22 @@ class Distortion:
     n_tokens: Count  # of the texts
     n_positions: Count  # evaluated
 
-    def to_dict(self):
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON. Floats have 7 significant digits."""
         return {
             name: float(f"{value:.7g}") if isinstance(value, float) else value for name, value in asdict(self).items()
         }
 
 
 class DistortionMeter:
-    """Compares policies with full KV on texts.
+    """Compares policies with full KV on texts. Close it, or use it in a with statement.
 
-    texts: int32 token arrays, each decoded by itself. Positions of their second halves are evaluated, where histories
-    are long: n_positions of each text, evenly spread. The distributions with full KV are computed once and kept in a
-    temporary file.
+    texts: int32 token arrays [n_token], each decoded by itself. Evaluated are n_positions of each text, evenly spread
+    over its second half, where histories are long. The distributions with full KV are computed once and kept in a
+    temporary file. HwkvError if a text is too short.
     """
 
-    def __init__(self, model, texts, n_positions=256):
+    def __init__(self, model: Model, texts: Sequence[npt.NDArray[np.int32]], n_positions: int = 256) -> None:
         for tokens in texts:
             if len(tokens) < 4:
                 raise HwkvError(f"a held-out text has {len(tokens)} tokens, at least 4 expected")
@@ -48,23 +56,27 @@ class DistortionMeter:
         self.positions = [_spread(len(tokens) // 2, len(tokens) - 1, n_positions) for tokens in texts]
         self.targets = np.concatenate([tokens[at + 1] for tokens, at in zip(texts, self.positions)])
         self._stack = ExitStack()
-        self._full = None
+        self._full: np.memmap | None = None  # log-probabilities [n_position, n_vocab] float32
 
-    def close(self):
+    def close(self) -> None:
+        """Removes the temporary file."""
         self._stack.close()
 
-    def __enter__(self):
+    def __enter__(self) -> DistortionMeter:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def measure(self, policy, model=None):
-        """Distortion of a Policy, served by another runtime.Model of the same weights if there is one, such as with
-        other K/V types."""
+    def measure(self, policy: Policy | None, model: Model | None = None) -> Distortion:
+        """Distortion of a Policy, or of full KV (None).
+
+        model: another Model of the same weights that serves it, such as one with other K/V types. HwkvError if the
+        distributions cannot be written, or logits are no numbers.
+        """
         n = len(self.targets)
         if self._full is None:
-            try:  # written, not mapped: a disk that gets full is an error then, not a signal
+            try:  # written, not mapped: a full disk is then an error, and not a signal
                 file = self._stack.enter_context(tempfile.NamedTemporaryFile(suffix=".logits"))
                 for _, log_p in self._distributions(self.model, None):
                     file.write(log_p.tobytes())
@@ -96,9 +108,8 @@ class DistortionMeter:
             n,
         )
 
-    def _distributions(self, model, policy):
-        """Yields (rows of the evaluated positions, their log-probabilities [n, n_vocab] float32), a ubatch at a
-        time."""
+    def _distributions(self, model: Model, policy: Policy | None) -> Iterator[tuple[slice, npt.NDArray[np.float32]]]:
+        """Yields (rows of the evaluated positions, their log-probabilities [n_row, n_vocab]), a ubatch at a time."""
         done = 0
         n_ubatch = model.options.n_ubatch
         for tokens, positions in zip(self.texts, self.positions):
@@ -115,7 +126,7 @@ class DistortionMeter:
                         done += len(logits)
 
 
-def _spread(start, end, n):
-    """n numbers of range(start, end), evenly spread; all of them if there are no more."""
+def _spread(start: int, end: int, n: int) -> npt.NDArray[np.int_]:
+    """n numbers of range(start, end), evenly spread. All of them where there are no more."""
     n = min(n, end - start)
     return start + np.arange(n) * (end - start) // n

@@ -1,24 +1,33 @@
 """Traces decoded a layer at a time: what enters the attention of a layer is seen before the layer attends.
 
-A run goes from one configurable layer to the next. It ends where that layer has stored its K and V; its windows can be
-chosen then, and the next run attends under them. So each layer is computed once, below it the windows that were chosen,
-and a whole sequential calibration costs about one prefill of its traces.
+A run goes from one configurable layer to the next. It ends where that layer has stored its K and V. Then its windows
+can be chosen, and the next run attends under them. So each layer is computed once, under the windows that were chosen
+below it, and a whole sequential calibration costs about one prefill of its traces.
 """
 
+from __future__ import annotations
+
 import ctypes
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from ..base.shape import WindowRow
 from ..errors import HwkvError
+from ..gguf.geometry import Layer
 from ..runtime import llama_log, native
-from ..runtime.context import batch
+from ..runtime.context import Model, batch
 from .replay import replay
 
-START = END = -1
+START = END = -1  # for run(): from the first token, past the last layer
+
+Outputs = list[list[npt.NDArray[np.float32]]]  # of Layerwise.replay()
 
 
-def bind(lib):
+def bind(lib: ctypes.CDLL) -> None:
     """Declares the calibration functions of llama-hwkv.h."""
     pointer, i32, text = ctypes.c_void_p, ctypes.c_int32, ctypes.c_char_p
     lib.llama_hwkv_layer_windows.argtypes = [pointer, i32, i32, pointer, i32]
@@ -29,14 +38,14 @@ def bind(lib):
     for name in ("q", "out", "sinks"):
         function = getattr(lib, f"llama_hwkv_layer_{name}")
         function.argtypes, function.restype = [pointer, pointer], ctypes.c_size_t
-    for name, result in (
+    for name, number in (
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
         ("save", i32),
         ("kept", ctypes.c_size_t),
     ):
         function = getattr(lib, f"llama_hwkv_layer_{name}")
-        function.argtypes, function.restype = [pointer], result
+        function.argtypes, function.restype = [pointer], number
     for name, result in (("restore", i32), ("drop", None)):
         function = getattr(lib, f"llama_hwkv_layer_{name}")
         function.argtypes, function.restype = [pointer, i32], result
@@ -44,13 +53,15 @@ def bind(lib):
 
 
 class Layerwise:
-    """Traces in a context of their own.
+    """Traces in a context of their own. Close it, or use it in a with statement.
 
-    traces: a list of int32 token arrays, one sequence each. samples: for each trace the positions whose queries are
-    captured. Close it, or use it in a with statement.
+    traces: int32 token arrays [n_token], one sequence each. samples: for each trace the positions [n_query] whose
+    queries are captured.
     """
 
-    def __init__(self, model, traces, samples):
+    def __init__(
+        self, model: Model, traces: Sequence[npt.NDArray[np.int32]], samples: Sequence[npt.NDArray[np.integer]]
+    ) -> None:
         self._lib = native.lib()
         bind(self._lib)
         self.traces = traces
@@ -78,21 +89,24 @@ class Layerwise:
             raise HwkvError("the sampled positions cannot be set")
 
     @property
-    def _ctx(self):
+    def _ctx(self) -> native.Pointer:
         return self._context.handle
 
-    def close(self):
+    def close(self) -> None:
+        """Frees the context."""
         self._stack.close()
 
-    def __enter__(self):
+    def __enter__(self) -> Layerwise:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, layer_from, layer_to):
-        """Computes from the attention of one layer (START: the first token) to that of another (END: past the last
-        layer)."""
+    def run(self, layer_from: int, layer_to: int) -> None:
+        """Computes from the attention of one layer to that of another.
+
+        layer_from START: from the first token on. layer_to END: past the last layer. HwkvError if llama.cpp fails.
+        """
         error = ctypes.create_string_buffer(1024)
         with llama_log.texts():
             code = self._lib.llama_hwkv_layer_run(self._ctx, self._batch, layer_from, layer_to, error, len(error))
@@ -101,9 +115,12 @@ class Layerwise:
                 f"decoding from layer {layer_from} to layer {layer_to} failed: {error.value.decode(errors='replace')}"
             )
 
-    def logits(self, layer_from, positions):
-        """Computes from the attention of a layer to the end. Logits [n_position, n_vocab] float32 at these positions of
-        each trace, in order."""
+    def logits(self, layer_from: int, positions: Sequence[npt.NDArray[np.integer]]) -> npt.NDArray[np.float32]:
+        """Computes from the attention of a layer to the end.
+
+        positions: of each trace [n_position]. Returns the logits [all positions, n_vocab] there, one trace after the
+        other.
+        """
         n_before = np.cumsum([0, *map(len, self.traces)])
         wanted = [int(start + p) for start, at in zip(n_before, positions) for p in at]
         try:
@@ -118,33 +135,44 @@ class Layerwise:
             [np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self._ctx, i), (n_vocab,)) for i in wanted]
         )
 
-    def set_windows(self, layer, row, n_sink=0):
-        """Windows of a layer's KV heads, None for full, for the runs that start at it."""
+    def set_windows(self, layer: int, row: WindowRow, n_sink: int = 0) -> None:
+        """Sets the windows of a layer's KV heads, None for full, for the runs that start at it."""
         windows = np.array([-1 if w is None else w for w in row], dtype=np.int32)
         if self._lib.llama_hwkv_layer_windows(self._ctx, layer, n_sink, windows.ctypes.data, len(windows)) != 0:
             raise HwkvError(f"the windows of layer {layer} cannot be set")
 
-    def queries(self, layer):
-        """Q of the Layer that the last run ended at, as its attention sees it: a list of [n_query, n_head, head_dim_k],
-        one per trace."""
+    def queries(self, layer: Layer) -> list[npt.NDArray[np.float32]]:
+        """Q of the Layer that the last run ended at, as its attention sees it.
+
+        One [n_query, n_head, head_dim_k] for each trace.
+        """
         return self._captured(self._lib.llama_hwkv_layer_q, layer.n_head, layer.head_dim_k)
 
-    def outputs(self, layer):
-        """Attention output of the Layer that the last run started at: a list of [n_query, n_head, head_dim_v], one per
-        trace."""
+    def outputs(self, layer: Layer) -> list[npt.NDArray[np.float32]]:
+        """Attention output of the Layer that the last run started at.
+
+        One [n_query, n_head, head_dim_v] for each trace.
+        """
         return self._captured(self._lib.llama_hwkv_layer_out, layer.n_head, layer.head_dim_v)
 
-    def keys_values(self, layer, kv_head, trace):
-        """K [n_token, head_dim_k] and V [n_token, head_dim_v] of a KV head as the cache holds them, float32."""
+    def keys_values(
+        self, layer: Layer, kv_head: int, trace: int
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """K [n_token, head_dim_k] and V [n_token, head_dim_v] of a KV head, as the cache holds them.
+
+        trace: its index. HwkvError if the cache does not hold all of its positions.
+        """
         n = len(self.traces[trace])
         k, v = np.empty((n, layer.head_dim_k), dtype=np.float32), np.empty((n, layer.head_dim_v), dtype=np.float32)
         if self._lib.llama_hwkv_layer_kv(self._ctx, layer.layer, kv_head, trace, n, k.ctypes.data, v.ctypes.data) != 0:
             raise HwkvError(f"the cache of layer {layer.layer} does not hold the {n} positions of trace {trace}")
         return k, v
 
-    def attention(self):
-        """How the layer that the last run ended at weighs Q*K: the arguments scale, softcap and sinks of `replay`;
-        sinks per query head."""
+    def attention(self) -> dict[str, Any]:
+        """How the layer that the last run ended at weighs Q*K: the arguments scale, softcap and sinks of replay().
+
+        sinks: [n_head], one for each query head, or None.
+        """
         sinks = np.empty(self._lib.llama_hwkv_layer_sinks(self._ctx, None), dtype=np.float32)
         self._lib.llama_hwkv_layer_sinks(self._ctx, sinks.ctypes.data)
         return {
@@ -153,9 +181,12 @@ class Layerwise:
             "sinks": sinks if sinks.size else None,
         }
 
-    def replay(self, layer, windows, n_sink=0):
-        """What the Layer that the last run ended at would attend to under every window and with full history: for each
-        KV head, and inside for each trace, [n_window + 1, n_query, n_gqa, head_dim_v] float32, the last one full."""
+    def replay(self, layer: Layer, windows: Sequence[int], n_sink: int = 0) -> Outputs:
+        """The attention output of the Layer that the last run ended at, under every window and with full history.
+
+        One list for each KV head. It holds [n_window + 1, n_query, n_gqa, head_dim_v] for each trace; the last one has
+        full history.
+        """
         attention, queries, n_gqa = self.attention(), self.queries(layer), layer.n_gqa
         sinks = attention.pop("sinks")
         result = []
@@ -177,26 +208,28 @@ class Layerwise:
             )
         return result
 
-    def save(self):
-        """Keeps the state at the end of the last run; returns its number."""
+    def save(self) -> int:
+        """Keeps the state at the end of the last run. Returns its number."""
         return self._lib.llama_hwkv_layer_save(self._ctx)
 
-    def restore(self, number):
-        """Goes back to a kept state. K and V of the layer there must not have been computed anew since. HwkvError if it
-        is not kept."""
+    def restore(self, number: int) -> None:
+        """Goes back to a kept state. K and V of the layer there must not have been computed anew since.
+
+        HwkvError if it is not kept.
+        """
         if self._lib.llama_hwkv_layer_restore(self._ctx, number) != 0:
             raise HwkvError(f"no state {number} is kept")
 
-    def drop(self, number):
+    def drop(self, number: int) -> None:
         """Forgets a kept state."""
         self._lib.llama_hwkv_layer_drop(self._ctx, number)
 
-    def kept_bytes(self):
-        """Bytes on the host that the states take."""
+    def kept_bytes(self) -> int:
+        """Bytes on the host that the kept states take."""
         return self._lib.llama_hwkv_layer_kept(self._ctx)
 
-    def _captured(self, function, n_head, head_dim):
+    def _captured(self, function: Callable[..., int], n_head: int, head_dim: int) -> list[npt.NDArray[np.float32]]:
         values = np.empty(function(self._ctx, None), dtype=np.float32)
         function(self._ctx, values.ctypes.data)
-        values = values.reshape(-1, n_head, head_dim)
-        return np.split(values, np.cumsum([len(p) for p in self.samples])[:-1])
+        ends = np.cumsum([len(p) for p in self.samples])
+        return np.split(values.reshape(-1, n_head, head_dim), ends[:-1])

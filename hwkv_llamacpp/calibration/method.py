@@ -2,11 +2,13 @@
 
 import argparse
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 from ..base import plugins
 from ..gguf.geometry import ModelGeometry
 from ..policy.budget import Budget
+from ..runtime.context import Model
 from . import selection
 from .run import CalibrationRun, Record, Settings
 from .trace import Trace
@@ -24,7 +26,7 @@ class Method(ABC):
     name: ClassVar[str]  # as on the command line
     help: ClassVar[str]  # a sentence for `hwkv calibrate --help`
 
-    @classmethod
+    @classmethod  # noqa: B027 (one without options is complete)
     def add_arguments(cls, group: argparse._ArgumentGroup) -> None:
         """Adds the method's own options. Their defaults are those of the method; None means not given."""
 
@@ -33,16 +35,26 @@ class Method(ABC):
         """The method with the options of the command line. HwkvError says what cannot be."""
         return cls()
 
-    def identity(self, trace: Trace) -> dict:
-        """What makes two runs the same run, besides the model, the trace and the Settings; JSON values. A run folder
-        is continued only under an equal identity. It stands in the provenance of every policy."""
+    def identity(self, trace: Trace) -> dict[str, Any]:
+        """What makes two runs the same run, besides the model, the trace and the Settings. Values are JSON's.
+
+        A run folder is continued only under an equal identity. It stands in the provenance of every policy.
+        """
         return {}
 
     @abstractmethod
     def run(self, run: CalibrationRun) -> list[Record]:
         """The records of all that was asked for. Finished work lies in run.folder, so that a stopped run goes on."""
 
-    def calibrate(self, model, geometry, trace, folder, settings=Settings(), **more) -> list[Record]:
+    def calibrate(
+        self,
+        model: Model,
+        geometry: ModelGeometry,
+        trace: Trace,
+        folder: str | Path,
+        settings: Settings = Settings(),
+        **more: Any,
+    ) -> list[Record]:
         """run() in a folder. Arguments and errors as CalibrationRun's."""
         with CalibrationRun(self, model, geometry, trace, folder, settings, **more) as run:
             return self.run(run)

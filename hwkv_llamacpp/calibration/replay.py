@@ -5,43 +5,56 @@ the softmax are carried from the newest band to the oldest, as online softmax ca
 arXiv 1805.02867), and divided at the end of every band. All windows together cost about one attention with full
 history.
 
-The running maximum is what makes it exact: a window whose logits all lie far below an older key's would vanish beside
-that key, but here it is scaled by its own maximum. Logits are float64, because the absolute error of a logit is the
-relative error of its weight; weights are float32, the sums over bands float64.
+The running maximum makes it exact. All logits of a window may lie far below that of an older key. With one maximum for
+all windows, the weights of such a window would be rounded to zero; here they are scaled by its own maximum.
+
+Logits are float64, because the absolute error of a logit is the relative error of its weight. Weights are float32, and
+the sums over bands are float64.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
+import numpy.typing as npt
 
 from ..errors import HwkvError
 
 
-def replay(q, positions, k, v, windows, *, scale, n_sink=0, softcap=0.0, sinks=None, n_block=8):
+def replay(
+    q: npt.ArrayLike,
+    positions: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    windows: Sequence[int],
+    *,
+    scale: float,
+    n_sink: int = 0,
+    softcap: float = 0.0,
+    sinks: npt.ArrayLike | None = None,
+    n_block: int = 8,
+) -> npt.NDArray[np.float32]:
     """Attention outputs of one KV head of one layer and sequence, under every window and with full history.
 
     q: [n_query, n_gqa, head_dim_k], as the attention sees it (after RoPE); the query heads of the GQA group.
     positions: [n_query] integers, in any order. The query at position p sees keys 0 to p.
     k: [n_token, head_dim_k], v: [n_token, head_dim_v]: one row per position, as the cache holds them.
-    windows: tokens, ascending, each at least 1; the query at p sees key j iff j <= p and (p - j < window or j <
-    n_sink).
+    windows: tokens, ascending, each at least 1. The query at p sees key j iff j <= p and (p - j < window or
+    j < n_sink).
     scale: factor on q k. softcap: where positive, a logit x becomes softcap * tanh(x / softcap).
     sinks: [n_gqa] learned logits that join the denominator without a value (gpt-oss), or None. Not the n_sink
     positions.
-    n_block: queries that are taken together, neighbours by position. More make better matrix products, but then a
-    band's keys are also read for those of its queries that lie too far away. Memory beside the result is at most
+    n_block: queries that are taken together, neighbours by position. With more the matrix products are larger, but
+    keys are also read for queries that lie too far away from them. Memory beside the result is at most
     n_block x (3 n_gqa + 2) x n_token float64 and a float64 copy of q and k, however many windows and queries there are.
 
-    Returns [len(windows) + 1, n_query, n_gqa, head_dim_v] in float32; the last one has full history.
+    Returns [len(windows) + 1, n_query, n_gqa, head_dim_v]; the last one has full history.
     HwkvError where shapes, positions or windows do not fit together.
     """
-    q, k, v, positions = (
-        np.asarray(q, np.float64),
-        np.asarray(k, np.float64),
-        np.asarray(v, np.float32),
-        np.asarray(positions),
-    )
+    q, k, v = np.asarray(q, np.float64), np.asarray(k, np.float64), np.asarray(v, np.float32)
+    positions = np.asarray(positions)
     sinks = None if sinks is None else np.asarray(sinks, np.float64)
     _check(q, positions, k, v, windows, n_sink, sinks, n_block)
-    positions = positions.astype(np.int64)  # distances are differences
+    positions = positions.astype(np.int64)  # an unsigned difference would be no distance
     out = np.empty((len(windows) + 1, *q.shape[:2], v.shape[1]), np.float32)
     order = np.argsort(positions, kind="stable")
     for block in (order[i : i + n_block] for i in range(0, len(q), n_block)):
@@ -49,7 +62,17 @@ def replay(q, positions, k, v, windows, *, scale, n_sink=0, softcap=0.0, sinks=N
     return out
 
 
-def _block(q, positions, k, v, windows, scale, n_sink, softcap, sinks):
+def _block(
+    q: npt.NDArray[np.float64],
+    positions: npt.NDArray[np.int64],
+    k: npt.NDArray[np.float64],
+    v: npt.NDArray[np.float32],
+    windows: Sequence[int],
+    scale: float,
+    n_sink: int,
+    softcap: float,
+    sinks: npt.NDArray[np.float64] | None,
+) -> npt.NDArray[np.float32]:
     """Outputs of queries at ascending positions. [len(windows) + 1, n_query, n_gqa, head_dim_v]."""
     n_query, n_gqa, head_dim_k = q.shape
     n_token = positions[-1] + 1
@@ -64,7 +87,7 @@ def _block(q, positions, k, v, windows, scale, n_sink, softcap, sinks):
     value = np.zeros((n_query, n_gqa, v.shape[1]))
     out = np.empty((len(windows) + 1, *value.shape), np.float32)
 
-    # (first key, end, nearest distance, end of distances); the sink positions belong to every window
+    # (first key, end of keys, least distance, end of distances). The sink positions come first: all windows see them
     bands = [(0, min(n_sink, n_token), 0, n_token)]
     for near, far in zip((0, *windows), (*windows, n_token)):
         bands.append((max(n_sink, positions[0] - far + 1), n_token - near, near, far))
@@ -79,12 +102,21 @@ def _block(q, positions, k, v, windows, scale, n_sink, softcap, sinks):
             rescale = np.exp(before - highest)
             total = total * rescale + weights.sum(2, keepdims=True, dtype=np.float64)
             value = value * rescale + (weights.reshape(-1, end - start) @ v[start:end]).reshape(value.shape)
-        if index:  # the sink positions alone are no window
+        if index:  # not after the sink positions alone: they are no window
             out[index - 1] = value / total
     return out
 
 
-def _check(q, positions, k, v, windows, n_sink, sinks, n_block):
+def _check(
+    q: npt.NDArray[np.float64],
+    positions: npt.NDArray[np.integer],
+    k: npt.NDArray[np.float64],
+    v: npt.NDArray[np.float32],
+    windows: Sequence[int],
+    n_sink: int,
+    sinks: npt.NDArray[np.float64] | None,
+    n_block: int,
+) -> None:
     shapes = f"q {q.shape}, positions {positions.shape}, k {k.shape}, v {v.shape}"
     if (
         (q.ndim, positions.ndim, k.ndim, v.ndim) != (3, 1, 2, 2)

@@ -2,19 +2,25 @@
 
 The default trace ships with the package (written for it, under its licence): prose, technical text and code, and a
 generated retrieval text whose second half asks for facts of its first. Half of the documents make traces, the others
-are held out. Text like the workload is better; `from_files` takes it.
+are held out. Text like the workload is better: from_files() takes it.
 """
 
 import hashlib
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..base.names import as_text
 from ..errors import HwkvError
 from ..runtime import native
+from ..runtime.context import Model
+
+Tokens = npt.NDArray[np.int32]  # [n_token]
 
 FOLDER = Path(__file__).parent / "texts"
 N_PROSE = 8  # files 01 to 08 are prose, the others technical
@@ -22,29 +28,32 @@ N_PROSE = 8  # files 01 to 08 are prose, the others technical
 
 @dataclass(frozen=True)
 class Trace:
-    """Token sequences, each an int32 array.
+    """Token sequences.
 
-    sequences: to calibrate on, all of one length. held_out: to measure on; no token of them is in a trace.
-    source: what they were made from, for provenance.
+    sequences: to calibrate on, all of one length. held_out: to measure on, from other text.
+    source: what they were made from, for provenance. JSON values.
     """
 
-    sequences: tuple[np.ndarray, ...]
-    held_out: tuple[np.ndarray, ...]
-    source: dict
+    sequences: tuple[Tokens, ...]
+    held_out: tuple[Tokens, ...]
+    source: dict[str, Any]
 
     @property
-    def sha256(self):
-        """Of the calibration sequences: their lengths and tokens."""
+    def sha256(self) -> str:
+        """64 hex digits, of the lengths and tokens of the calibration sequences."""
         return _sha256(self.sequences)
 
     @property
-    def held_out_sha256(self):
+    def held_out_sha256(self) -> str:
+        """The same of the held-out sequences."""
         return _sha256(self.held_out)
 
 
-def default(model, n_tokens, seed=0):
-    """Three sequences of n_tokens, prose, technical and retrieval, and three held out. HwkvError if the shipped text is
-    too short."""
+def default(model: Model, n_tokens: int, seed: int = 0) -> Trace:
+    """Three sequences of n_tokens, and three held out. In each three: prose first, technical text first, and retrieval.
+
+    HwkvError if the shipped text is too short.
+    """
     rng = np.random.default_rng(seed)
     files = sorted(FOLDER.glob("*.txt"))
     prose, technical = (
@@ -52,7 +61,7 @@ def default(model, n_tokens, seed=0):
     )
     halves = [(prose[i::2], technical[i::2]) for i in (0, 1)]  # to calibrate on, to measure on
 
-    def sequences(prose, technical):
+    def sequences(prose: Sequence[Path], technical: Sequence[Path]) -> tuple[Tokens, ...]:
         texts = [[path.read_text(encoding="utf-8") for path in paths] for paths in (prose, technical)]
         first, second = (model.tokenize("\n\n".join(order)) for order in (texts[0] + texts[1], texts[1] + texts[0]))
         n_tokens_there = min(len(first), len(second)) + len(_start(model))
@@ -67,9 +76,19 @@ def default(model, n_tokens, seed=0):
     return Trace(traces, held_out, {"text": "default", "seed": seed})
 
 
-def from_files(model, paths, n_tokens, n_sequences=3, held_out_paths=()):
-    """Up to n_sequences of n_tokens from the files, in order; held out is what held_out_paths hold, or else the end of
-    the files."""
+def from_files(
+    model: Model,
+    paths: Iterable[str | Path],
+    n_tokens: int,
+    n_sequences: int = 3,
+    held_out_paths: Iterable[str | Path] = (),
+) -> Trace:
+    """Up to n_sequences of n_tokens each from the files, in order.
+
+    Held out are the first n_tokens of held_out_paths; without these, the last n_tokens of the files. HwkvError if a
+    file cannot be read, or there is too little text.
+    """
+    paths, held_out_paths = list(paths), list(held_out_paths)
     tokens = _read(model, paths)
     if held_out_paths:
         held_out = _read(model, held_out_paths)
@@ -102,9 +121,11 @@ def from_files(model, paths, n_tokens, n_sequences=3, held_out_paths=()):
     )
 
 
-def retrieval(model, texts, n_tokens, rng):
-    """Tokens of a text that states facts in its first half, among paragraphs of texts, and asks for them in its
-    second."""
+def retrieval(model: Model, texts: Iterable[str], n_tokens: int, rng: np.random.Generator) -> Tokens:
+    """At least n_tokens of a text that states facts in its first half and asks for them in its second.
+
+    Between them stand paragraphs of the texts.
+    """
     paragraphs = [p for text in texts for p in text.split("\n") if 80 < len(p) < 900]
     things = [
         "locker",
@@ -136,12 +157,13 @@ def retrieval(model, texts, n_tokens, rng):
     ]
     facts = [(f"{owner}'s {thing}", f"{rng.integers(10_000, 100_000)}") for owner in owners for thing in things]
     facts = [facts[i] for i in rng.permutation(len(facts))]
-    tokens, stated = [], []
+    tokens: list[Tokens] = []
+    stated: list[tuple[str, str]] = []
 
-    def add(text):
+    def add(text: str) -> None:
         tokens.append(model.tokenize(text))
 
-    def length():
+    def length() -> int:
         return sum(map(len, tokens))
 
     while length() < n_tokens // 2:
@@ -157,9 +179,11 @@ def retrieval(model, texts, n_tokens, rng):
     return np.concatenate(tokens)
 
 
-def sample_positions(sequences, n_queries, seed):
-    """Positions of the queries to score, of each token sequence's second half, where long histories exist: ascending,
-    without repeats."""
+def sample_positions(sequences: Iterable[Tokens], n_queries: int, seed: int) -> list[npt.NDArray[np.int64]]:
+    """Positions of the queries to score [n_query] in each token sequence, ascending, without repeats.
+
+    They are drawn from its second half, where long histories exist; where that is shorter than n_queries, all of it.
+    """
     rng = np.random.default_rng(seed)
     result = []
     for sequence in sequences:
@@ -170,18 +194,19 @@ def sample_positions(sequences, n_queries, seed):
     return result
 
 
-def _start(model):
+def _start(model: Model) -> list[int]:
     """The start token, where the model wants one."""
     llama_cpp = native.load()
     return [llama_cpp.llama_vocab_bos(model.vocab)] if llama_cpp.llama_vocab_get_add_bos(model.vocab) else []
 
 
-def _cut(model, sequences, n_tokens):
+def _cut(model: Model, sequences: Iterable[Tokens], n_tokens: int) -> tuple[Tokens, ...]:
     """n_tokens of each, the start token first."""
     return tuple(np.concatenate([_start(model), sequence])[:n_tokens].astype(np.int32) for sequence in sequences)
 
 
-def _read(model, paths):
+def _read(model: Model, paths: Iterable[str | Path]) -> Tokens:
+    """The tokens of all files, one after the other."""
     parts = []
     for path in paths:
         try:
@@ -200,11 +225,11 @@ def _read(model, paths):
     return np.concatenate(parts)
 
 
-def _names(paths):
+def _names(paths: Iterable[str | Path]) -> str:
     return ", ".join(map(str, paths))
 
 
-def _sha256(sequences):
+def _sha256(sequences: Iterable[Tokens]) -> str:
     digest = hashlib.sha256()
     for sequence in sequences:
         digest.update(f"{len(sequence)}\n".encode() + sequence.astype("<i4").tobytes())

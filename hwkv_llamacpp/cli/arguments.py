@@ -16,14 +16,14 @@ ENVIRONMENT = "LLAMA_ARG_HWKV_POLICY"
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Wraps the description, keeps the example's lines."""
 
-    def _fill_text(self, text, width, indent):
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
         if text.startswith("example:"):
             return super()._fill_text(text, width, indent)
         return argparse.HelpFormatter._fill_text(self, text, width, indent)
 
 
-def add_context_arguments(parser):
-    """Of batch, offloading and cache types."""
+def add_context_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds -b, -ub, -ngl, -ctk and -ctv."""
     parser.add_argument(
         "-b", "--batch-size", type=options.count, default=2048, metavar="N", help="logical batch (default: 2048)"
     )
@@ -43,7 +43,8 @@ def add_context_arguments(parser):
     parser.add_argument("-ctv", "--cache-type-v", choices=CACHE_TYPES, default="f16", help="type of V (default: f16)")
 
 
-def policy_argument(parser):
+def policy_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds --policy, whose value policy_choice() takes."""
     parser.add_argument(
         "--policy",
         metavar="P",
@@ -52,37 +53,41 @@ def policy_argument(parser):
     )
 
 
-def output_flag(command):
+def output_flag(command: argparse.ArgumentParser) -> None:
+    """Adds -o for a policy, and --force."""
     command.add_argument("-o", "--output", type=Path, metavar="POLICY.json", help="file to write (default: print it)")
     force_flag(command)
 
 
-def force_flag(command):
+def force_flag(command: argparse.ArgumentParser) -> None:
+    """Adds --force."""
     command.add_argument("--force", action="store_true", help="replace a file that exists")
 
 
-def json_flag(command):
+def json_flag(command: argparse.ArgumentParser) -> None:
+    """Adds --json."""
     command.add_argument("--json", action="store_true", help="print JSON")
 
 
-def policy_choice(given):
-    """--policy, or else the environment's. HwkvError for a pipe, which only one of us and the program that follows
-    could read."""
+def policy_choice(given: str | None) -> str | None:
+    """The value of --policy, or else that of the environment; None if there is neither.
+
+    HwkvError for a pipe: we and the server both read the policy, and a pipe can be read once.
+    """
     choice = given or os.environ.get(ENVIRONMENT)
     if choice and choice not in ("embedded", "off") and os.path.exists(choice) and not os.path.isfile(choice):
         raise HwkvError(f"{choice}: not a regular file: the policy is read twice, so a file expected")
     return choice
 
 
-def check_order(args):
-    """MODEL and POLICY are easily given the other way round."""
+def check_order(args: argparse.Namespace) -> None:
+    """HwkvError if MODEL and POLICY were given the other way round."""
 
-    def is_gguf(path):
+    def is_gguf(path: Path) -> bool:
         with open(path, "rb") as file:
             return file.read(4) == MAGIC
 
-    with suppress(OSError):  # whoever reads it says why
-        if not is_gguf(args.model) and is_gguf(
-            args.policy
-        ):  # a policy may come from a pipe, and is not read before its time
+    with suppress(OSError):  # the one who reads the file later says why it cannot
+        # the model first: a policy may come from a pipe, which can be read once
+        if not is_gguf(args.model) and is_gguf(args.policy):
             raise HwkvError(f"{args.model}: not a GGUF file, but {args.policy} is one: MODEL comes first, then POLICY")

@@ -11,7 +11,7 @@ from ..base.atomic import check_target
 from ..base.options import count, from_zero, listed, share
 from ..calibration.calibrate import asked_budget, find
 from ..calibration.files import to_data
-from ..calibration.method import methods
+from ..calibration.method import Method, methods
 from ..calibration.run import Settings, check_model
 from ..errors import HwkvError
 from ..gguf.geometry import ModelGeometry
@@ -24,11 +24,11 @@ from .records import print_records
 SINK = 4  # four sink tokens take no more than a few cells, and let most heads have short windows
 
 
-def add_arguments(parser):
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Finds a window for each KV head of a model. Every record that a method finds is measured on held-out text, and"
-        " the one that suits the budget is written. Text like what the model will read gives the best windows: give your"
-        " own with --text. Interrupted, the same command goes on where it stopped."
+        " the one that suits the budget is written. Text like what the model will read gives the best windows: give"
+        " your own with --text. Interrupted, the same command goes on where it stopped."
     )
     parser.epilog = (
         "example:\n  hwkv calibrate model.gguf -o policy.json --budget 0.7 -c 32768\n"
@@ -48,14 +48,14 @@ def add_arguments(parser):
     )
     parser.add_argument("--json", action="store_true", help="print the records as JSON")
 
-    group = parser.add_argument_group("selection (default: --budget 0.7)").add_mutually_exclusive_group()
-    group.add_argument(
+    selection = parser.add_argument_group("selection (default: --budget 0.7)").add_mutually_exclusive_group()
+    selection.add_argument(
         "--budget",
         type=share,
         metavar="SHARE",
         help="least distortion among the policies that keep at most this share of the KV cells",
     )
-    group.add_argument(
+    selection.add_argument(
         "--budget-bytes",
         type=sizes.parse,
         metavar="N",
@@ -77,7 +77,8 @@ def add_arguments(parser):
         type=from_zero,
         action="append",
         metavar="N",
-        help=f"first tokens that every window sees, may be given again to calibrate several numbers (default: {SINK}; the paper: 0)",
+        help="first tokens that every window sees, may be given again to calibrate several numbers"
+        f" (default: {SINK}; the paper: 0)",
     )
     group.add_argument(
         "--windows",
@@ -151,8 +152,8 @@ def add_arguments(parser):
     group.add_argument("-t", "--threads", type=count, metavar="N", help=f"CPU threads (default: {os.cpu_count()})")
 
 
-def add_own_arguments(parser, name, method):
-    """The options that a method brings, in a group of their own."""
+def add_own_arguments(parser: argparse.ArgumentParser, name: str, method: type[Method]) -> None:
+    """Adds the options that a method brings, in a group of their own. HwkvError if one is there already."""
     group = parser.add_argument_group(f"--method {name}", method.help)
     try:
         method.add_arguments(group)
@@ -160,7 +161,7 @@ def add_own_arguments(parser, name, method):
         raise HwkvError(f"the method {name} adds an option that is there already: {error}") from None
 
 
-def check_own_arguments(args):
+def check_own_arguments(args: argparse.Namespace) -> None:
     """HwkvError if an option of another method is given."""
     for name, method in methods().items():
         own = argparse.ArgumentParser(add_help=False)
@@ -170,10 +171,10 @@ def check_own_arguments(args):
                 raise HwkvError(f"--{key.replace('_', '-')} is an option of the method {name}, not of {args.method}")
 
 
-def run(args):
+def run(args: argparse.Namespace) -> None:
     check_target(args.output, args.force)
     parent = args.output.parent
-    if not os.access(parent, os.W_OK):  # said before hours of work, not after
+    if not os.access(parent, os.W_OK):  # better said before hours of work than after
         raise HwkvError(
             f"{args.output}: cannot write: {parent} {'is read-only' if parent.is_dir() else 'is no folder'}"
         )

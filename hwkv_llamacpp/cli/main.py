@@ -6,6 +6,8 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Sequence
+from types import FrameType
 
 from .. import __version__
 from ..base.names import as_text, message
@@ -27,7 +29,7 @@ COMMANDS = {
 }
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. Returns its exit code: 0, 1 failed, 130 interrupted. SystemExit(2) is bad usage."""
     argv = sys.argv[1:] if argv is None else list(argv)
     if threading.current_thread() is threading.main_thread():
@@ -56,8 +58,8 @@ def main(argv=None):
         return 1
 
 
-def build_parser(argv=()):
-    """The parser."""
+def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The parser. Only the command that argv names gets its options: importing all would take long."""
     parser = argparse.ArgumentParser(
         prog="hwkv",
         description="Per-KV-head windows for llama.cpp's KV cache. A policy gives each KV head of a model a"
@@ -81,10 +83,10 @@ def build_parser(argv=()):
     return parser
 
 
-def _close_stdout():
+def _close_stdout() -> None:
     """Drops what is still buffered, so that Python does not fail on it once more at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _terminate(signum, frame):
+def _terminate(signum: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + signum)

@@ -1,13 +1,16 @@
 """The records of a calibration as a table on the terminal."""
 
 import sys
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 
+from ..calibration.run import Record
 
-def print_records(records, selected=None):
-    """The records as a table on the terminal; the selected one is marked."""
+
+def print_records(records: Sequence[Record], selected: Record | None = None) -> None:
+    """Prints the records as a table, the selected one marked. records: at least one."""
     table = Table(caption="KL in nats against full KV, and top-1 agreement, on held-out text")
     lengths = list(records[0].retention)
     for heading in (
@@ -36,4 +39,4 @@ def print_records(records, selected=None):
             "selected" if r is selected else "",
         )
     # piped output keeps whole lines
-    Console(highlight=False, **({} if sys.stdout.isatty() else {"width": 160})).print(table)
+    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)

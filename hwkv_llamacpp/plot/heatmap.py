@@ -3,10 +3,19 @@
 matplotlib is imported on first use: it is slow to load, and most commands draw nothing.
 """
 
+from __future__ import annotations
+
 import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from ..base.atomic import check_target, replacing
+from ..base.shape import LayerShape, ModelShape, WindowRow
 from ..errors import HwkvError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MAX_NAMED = 9  # up to this many different windows stand in the legend one by one
 MAX_NUMBERED = 32  # up to this many layers the cells have room for numbers
@@ -14,10 +23,26 @@ FULL_COLOR = "#16324f"
 INK = "#333f4d"
 
 
-def plot(policy, path, geometry=None, overwrite=False, title=None):
-    """Writes the picture (PNG, SVG or PDF by the name's ending) of the listed layers, or of all configurable ones.
+class WindowTable(Protocol):
+    """What is drawn of a policy.Policy."""
 
-    HwkvError if there is nothing to draw, the format is unknown, or the file cannot be written.
+    @property
+    def layers(self) -> Mapping[int, WindowRow]: ...
+
+    def row(self, layer: LayerShape, /) -> WindowRow: ...
+
+
+def plot(
+    policy: WindowTable,
+    path: str | Path,
+    geometry: ModelShape | None = None,
+    overwrite: bool = False,
+    title: str | None = None,
+) -> None:
+    """Writes the picture of a policy: PNG, SVG or PDF by the name's ending.
+
+    It shows the layers that the policy lists; with a geometry, all layers that can take windows. HwkvError if there is
+    nothing to draw, the format is unknown, or the file cannot be written.
     """
     suffix = str(path).rpartition(".")[2].lower()
     if suffix not in ("png", "svg", "pdf"):
@@ -29,8 +54,8 @@ def plot(policy, path, geometry=None, overwrite=False, title=None):
         file.write(data.getvalue())
 
 
-def draw(policy, geometry=None, title=None):
-    """The picture as a matplotlib Figure; needs no display."""
+def draw(policy: WindowTable, geometry: ModelShape | None = None, title: str | None = None) -> Figure:
+    """The picture as a matplotlib Figure. Needs no display. HwkvError if there is nothing to draw."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LinearSegmentedColormap, LogNorm
@@ -38,14 +63,16 @@ def draw(policy, geometry=None, title=None):
     from matplotlib.patches import Patch, Rectangle
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-    rows = {layer.layer: policy.row(layer) for layer in geometry.configurable} if geometry else policy.layers
+    rows: Mapping[int, WindowRow] = (
+        {layer.layer: policy.row(layer) for layer in geometry.configurable} if geometry else policy.layers
+    )
     if not rows:
         raise HwkvError("the policy lists no layer: there is nothing to draw")
     n_layers, n_heads = len(rows), max(map(len, rows.values()))
     windows = sorted({w for row in rows.values() for w in row if w is not None})
     any_full = any(w is None for row in rows.values() for w in row)
 
-    # short windows pale, long ones deep, full the deepest: ink stands for KV that is kept
+    # the more KV a head keeps, the darker: short windows are pale, full is the darkest
     cmap = LinearSegmentedColormap.from_list("windows", ["#fdf0b8", "#a5d8a8", "#45aab0", "#2f73a8"])
     low, high = (windows[0], windows[-1]) if windows else (1, 2)
     norm = LogNorm(low, high) if high > low else LogNorm(low / 2, high * 2)
@@ -81,9 +108,9 @@ def draw(policy, geometry=None, title=None):
     room = max(0, ((width - margin) / cell - n_layers) / 2)  # few layers keep cells of the usual size
     axes.set(xlim=(-room, n_layers + room), ylim=(n_heads, 0), aspect="equal")
     step = max(1, -(-n_layers // 40))
-    axes.set_xticks([x + 0.5 for x in range(0, n_layers, step)], list(rows)[::step])
+    axes.set_xticks([x + 0.5 for x in range(0, n_layers, step)], [str(il) for il in rows][::step])
     step = max(1, -(-n_heads // 24))
-    axes.set_yticks([y + 0.5 for y in range(0, n_heads, step)], range(0, n_heads, step))
+    axes.set_yticks([y + 0.5 for y in range(0, n_heads, step)], [str(y) for y in range(0, n_heads, step)])
     axes.tick_params(length=0, labelsize=8 if numbered else 6.5, labelcolor=INK)
     axes.set_xlabel("layer", color=INK, fontsize=9)
     axes.set_ylabel("KV head", color=INK, fontsize=9)
@@ -128,8 +155,8 @@ def draw(policy, geometry=None, title=None):
     return figure
 
 
-def short(window):
-    """512, 1.5K, 128K, 2G, full: at most five characters."""
+def short(window: int | None) -> str:
+    """A number of tokens in at most five characters: 512, 1.5K, 128K, 2G; None is "full"."""
     if window is None:
         return "full"
     for unit, name in ((2**30, "G"), (2**20, "M"), (2**10, "K")):

@@ -1,14 +1,36 @@
 """Records of a calibration side by side: what each keeps, and what it costs in quality."""
 
 import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 from ..base.atomic import replacing
 from . import figures
 from .heatmap import INK
 
 
-def plot(records, path, selected=None, title=None):
-    """Writes the picture as PNG: measured KL over retention at the longest recorded context."""
+class Record(Protocol):
+    """What is drawn of a calibration.run.Record."""
+
+    @property
+    def label(self) -> str: ...
+
+    @property
+    def n_sink(self) -> int: ...
+
+    @property
+    def retention(self) -> Mapping[int, float]: ...  # {n_tokens: share of KV cells kept}
+
+    @property
+    def distortion(self) -> Mapping[str, Any]: ...
+
+
+def plot(records: Sequence[Record], path: str | Path, selected: Record | None = None, title: str | None = None) -> None:
+    """Writes the picture as PNG: measured KL over retention at the longest recorded context.
+
+    records: at least one. HwkvError if the file cannot be written.
+    """
     figure, axes = figures.chart(6, 4)
     n = max(records[0].retention)
     for color, n_sink in zip(figures.POLICY_COLORS * len(records), dict.fromkeys(r.n_sink for r in records)):

@@ -1,21 +1,30 @@
-"""A loaded model and its contexts, through the low-level calls of libllama: what calibration and its measurements
-need."""
+"""A loaded model and its contexts, through the low-level calls of libllama.
+
+This is what calibration and its measurements need.
+"""
+
+from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..errors import HwkvError
 from ..policy.footprint import CACHE_TYPES
+from ..policy.policy import Policy
 from . import llama_log, native
 
 
 @dataclass(frozen=True)
 class RuntimeOptions:
-    """How a model is run, by llama.cpp's names. None leaves llama.cpp's default."""
+    """How a model is run, by llama.cpp's names. None leaves llama.cpp's default. HwkvError for an unknown type."""
 
     n_ubatch: int = 512
     type_k: str = "f16"
@@ -23,18 +32,18 @@ class RuntimeOptions:
     n_gpu_layers: int | None = None
     n_threads: int | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("type_k", "type_v"):
             if getattr(self, name) not in CACHE_TYPES:
                 raise HwkvError(f"{name} is '{getattr(self, name)}'; known are {', '.join(CACHE_TYPES)}")
 
 
 class Model:
-    """A GGUF, loaded. Close it, or use it in a with statement."""
+    """A GGUF, loaded. Close it, or use it in a with statement. HwkvError if llama.cpp cannot load it."""
 
-    def __init__(self, path, options=RuntimeOptions()):
+    def __init__(self, path: str | Path, options: RuntimeOptions = RuntimeOptions()) -> None:
         self.options = options
-        self._handle = None
+        self._handle: native.Pointer = None  # llama_model
         self._n_contexts, self._closed = 0, False
         llama_cpp = native.load()
         with llama_log.texts() as logged:
@@ -42,7 +51,7 @@ class Model:
             params = llama_cpp.llama_model_default_params()
             if options.n_gpu_layers is not None:
                 params.n_gpu_layers = options.n_gpu_layers
-            params.kv_overrides = overrides = (llama_cpp.llama_model_kv_override * 2)()  # the empty key ends it
+            params.kv_overrides = overrides = (llama_cpp.llama_model_kv_override * 2)()  # an empty key ends the list
             overrides[0].tag, overrides[0].key, overrides[0].value.val_str = (
                 llama_cpp.LLAMA_KV_OVERRIDE_TYPE_STR,
                 b"hwkv.policy",
@@ -52,26 +61,32 @@ class Model:
         if not self._handle:
             raise HwkvError(f"{path}: llama.cpp cannot load it: {llama_log.reason(logged)}")
         self.vocab = llama_cpp.llama_model_get_vocab(self._handle)
-        self.n_vocab = llama_cpp.llama_vocab_n_tokens(self.vocab)
+        self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(self.vocab)
 
-    def close(self):
-        """Frees the model; where contexts are still open (an error's traceback may hold one), with the last of them."""
+    def close(self) -> None:
+        """Frees the model. Where contexts are still open, it is freed with the last of them.
+
+        The traceback of an error may hold one.
+        """
         self._closed = True
         if self._handle and not self._n_contexts:
             with llama_log.texts():
                 native.load().llama_model_free(self._handle)
             self._handle = None
 
-    def __enter__(self):
+    def __enter__(self) -> Model:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     __del__ = close
 
-    def tokenize(self, text, add_special=False):
-        """Tokens of a text, int32. The texts of special tokens are no special tokens."""
+    def tokenize(self, text: str, add_special: bool = False) -> npt.NDArray[np.int32]:
+        """Tokens of a text [n_token]. The text of a special token is read as any other text.
+
+        HwkvError if the model has no tokenizer, or cannot read the text.
+        """
         data = text.encode()
         if native.load().llama_vocab_type(self.vocab) == native.load().LLAMA_VOCAB_TYPE_NONE:
             raise HwkvError("the model has no tokenizer: texts cannot be read with it")
@@ -90,20 +105,29 @@ class Model:
             raise HwkvError(f"the model cannot tokenize a text of {len(data)} bytes")
         return tokens[:n]
 
-    def context(self, policy, n_ctx, *, n_seq_max=1, n_batch=None):
-        """A Context for n_ctx positions of each of n_seq_max sequences, under a Policy, None for full KV, or
-        "calibrate"."""
+    def context(
+        self, policy: Policy | str | None, n_ctx: int, *, n_seq_max: int = 1, n_batch: int | None = None
+    ) -> Context:
+        """A Context for n_ctx positions of each of n_seq_max sequences.
+
+        policy: a Policy, None for full KV, or "calibrate". n_batch: tokens that are decoded in one call (default:
+        n_ubatch). HwkvError if llama.cpp cannot make it.
+        """
         return Context(self, policy, n_ctx, n_seq_max, n_batch)
 
 
 class Context:
-    """A llama_context with FlashAttention and a KV cache of its own for each sequence. Close it, or use it in a with
-    statement."""
+    """A llama_context with FlashAttention, and a KV cache for each sequence.
 
-    def __init__(self, model, policy, n_ctx, n_seq_max, n_batch):
+    Close it, or use it in a with statement. Arguments and errors as Model.context()'s.
+    """
+
+    def __init__(
+        self, model: Model, policy: Policy | str | None, n_ctx: int, n_seq_max: int, n_batch: int | None
+    ) -> None:
         llama_cpp = native.load()
-        self.model = model  # must live as long
-        self._handle = None
+        self.model = model  # must live as long as this
+        self._handle: native.Pointer = None  # llama_context
         options = model.options
         types = {name: getattr(llama_cpp, f"GGML_TYPE_{name.upper()}") for name in {options.type_k, options.type_v}}
         params = llama_cpp.llama_context_default_params()
@@ -115,7 +139,7 @@ class Context:
         params.type_k, params.type_v = types[options.type_k], types[options.type_v]
         params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
         params.kv_unified = False
-        params.swa_full = True  # a whole trace is looked at, layer by layer
+        params.swa_full = True  # calibration looks at all positions of a trace, layer by layer
         native.select(model._handle, policy)
         with llama_log.texts() as logged:
             self._handle = llama_cpp.llama_init_from_model(model._handle, params)
@@ -124,10 +148,12 @@ class Context:
         model._n_contexts += 1
 
     @property
-    def handle(self):
+    def handle(self) -> native.Pointer:
+        """The llama_context pointer; None when closed."""
         return self._handle
 
-    def close(self):
+    def close(self) -> None:
+        """Frees the context, and the model if it was closed before."""
         if self._handle:
             with llama_log.texts():
                 native.load().llama_free(self._handle)
@@ -136,17 +162,22 @@ class Context:
             if self.model._closed:
                 self.model.close()
 
-    def __enter__(self):
+    def __enter__(self) -> Context:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     __del__ = close
 
-    def decode(self, tokens, first_pos, wanted):
-        """Decodes tokens of sequence 0 from position first_pos. Logits [sum(wanted), n_vocab] float32 where wanted
-        [n_token] is true."""
+    def decode(
+        self, tokens: npt.NDArray[np.int32], first_pos: int, wanted: npt.NDArray[np.bool_]
+    ) -> npt.NDArray[np.float32]:
+        """Decodes tokens [n_token] of sequence 0 from position first_pos on.
+
+        wanted: [n_token], true where logits are asked for. Returns the logits [sum(wanted), n_vocab]. HwkvError if
+        llama.cpp fails.
+        """
         llama_cpp = native.load()
         with (
             batch(tokens, np.arange(first_pos, first_pos + len(tokens)), np.zeros(len(tokens)), wanted) as b,
@@ -162,8 +193,16 @@ class Context:
 
 
 @contextmanager
-def batch(tokens, positions, sequences, wanted):
-    """A llama_batch of tokens, one sequence each."""
+def batch(
+    tokens: Sequence[int] | npt.NDArray[np.integer],
+    positions: npt.NDArray[np.integer],
+    sequences: npt.NDArray[Any],
+    wanted: npt.NDArray[Any],
+) -> Iterator[Any]:
+    """A llama_batch.
+
+    All arrays are [n_token]: the tokens, the position and the sequence of each, and whether its logits are wanted.
+    """
     llama_cpp = native.load()
     b = llama_cpp.llama_batch_init(len(tokens), 0, 1)
     try:

@@ -1,29 +1,34 @@
 """What llama.cpp logs while a block runs, and the reason for a failure in it.
 
-llama.cpp has one log callback for the whole process and calls it from any thread. So there is one of ours, which is
-never freed: it hands each text to the block that the thread is in, and to the callback that was set before where there
-is none.
+llama.cpp has one log callback for the whole process, and calls it from any thread. So ours is one for the process, too,
+and is never freed. It hands each text to the block that the thread is in. Outside of blocks it hands the text to the
+callback that was set before.
 """
 
 import ctypes
 import re
 import threading
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from . import native
 
 _local = threading.local()  # .collecting: a list, and whether its texts are logged as before, too
-# The callbacks that ours stands in for, and their arguments, by the argument that ours was set with: who sets another
-# one may put ours back later, and it then stands in for what it did before.
-_before = {}
+# The callbacks that ours has taken the place of, each with its argument. Each time ours is set with a new key as its
+# argument. Who replaces ours may put it back later, with the same key: ours then hands on to the callback of that key.
+_before: dict[int, tuple[Any, Any]] = {}
 
 
 @contextmanager
-def texts(echo=False):
-    """A list that fills with what llama.cpp logs in this thread while the block runs. echo: it is logged as before,
-    too."""
+def texts(echo: bool = False) -> Iterator[list[str]]:
+    """A list that fills with what llama.cpp logs in this thread while the block runs.
+
+    echo: the texts are logged as before, too.
+    """
     _install()
-    outer, collected = getattr(_local, "collecting", None), []
+    outer = getattr(_local, "collecting", None)
+    collected: list[str] = []
     _local.collecting = collected, echo
     try:
         yield collected
@@ -31,8 +36,8 @@ def texts(echo=False):
         _local.collecting = outer
 
 
-def reason(collected):
-    """The sentence in such a list that says why a model could not be loaded, or a context not be made."""
+def reason(collected: Iterable[str]) -> str:
+    """The sentence in such a list that says why a model could not be loaded, or a context could not be made."""
     for pattern in (
         r"(?:error loading model|failed to initialize the context): (.+)",
         r".*\b(?:error|failed)\b.*",
@@ -44,10 +49,11 @@ def reason(collected):
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
-def _record(level, text, key):
-    collected, echo = getattr(_local, "collecting", None) or ([], True)
+def _record(level: int, text: bytes, key: int) -> None:
+    collecting: tuple[list[str], bool] = getattr(_local, "collecting", None) or ([], True)
+    collected, echo = collecting
     callback, argument = _before.get(key) or (native.load()._logger.llama_log_callback, None)
-    if getattr(_local, "handing_on", False):  # to one that hands on to the one before it: ours
+    if getattr(_local, "handing_on", False):  # the callback before ours has called ours again: it comes from there
         callback(level, text, argument)
         return
     collected.append(text.decode(errors="replace"))
@@ -59,7 +65,7 @@ def _record(level, text, key):
             _local.handing_on = False
 
 
-def _install():
+def _install() -> None:
     llama_cpp = native.load()
     ours = ctypes.cast(_record, llama_cpp.llama_log_callback)
     now, argument = llama_cpp.llama_log_callback(), ctypes.c_void_p()
@@ -70,5 +76,5 @@ def _install():
         llama_cpp.llama_log_set(ours, key)
 
 
-def _address(function):
+def _address(function: Any) -> int | None:
     return ctypes.cast(function, ctypes.c_void_p).value

@@ -11,17 +11,26 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from ..base.places import ROOT
 from ..errors import HwkvError
+from ..policy.policy import Policy
+
+# what ctypes takes as a pointer: llama_model *, llama_context *
+Pointer = int | ctypes.c_void_p | None
 
 BUILD_COMMAND = f"run {ROOT / 'build.sh'}"
 
 
-def build_dir(upstream=False):
-    """Folder of the build in use, or of the unpatched build with the same flags. Raises HwkvError where it is not
-    built."""
+def build_dir(upstream: bool = False) -> Path:
+    """Folder of the build in use; with upstream, of the unpatched build with the same flags.
+
+    HwkvError if it is not built.
+    """
     named = os.environ.get("HWKV_BUILD")
     folder = Path(named).expanduser().resolve() if named else (ROOT / "build" / "current").resolve()
     if named and folder.name == "bin":
@@ -30,7 +39,8 @@ def build_dir(upstream=False):
         group = folder.parent
         if "hwkv" not in group.name:
             raise HwkvError(
-                f"{folder}: where its unpatched build is cannot be told: a folder hwkv/{folder.name} expected, with upstream/{folder.name} beside it"
+                f"{folder}: where its unpatched build is cannot be told: a folder hwkv/{folder.name} expected,"
+                f" with upstream/{folder.name} beside it"
             )
         folder = group.with_name(group.name.replace("hwkv", "upstream", 1)) / folder.name
     if not (folder / "bin").is_dir():
@@ -39,28 +49,28 @@ def build_dir(upstream=False):
     return folder
 
 
-def has_gpu():
+def has_gpu() -> bool:
     """True if the build in use can offload to a GPU, or to other machines."""
     return build_dir().name not in ("cpu", "cpu-debug")
 
 
-def library():
-    """Path of libllama in the build in use."""
+def library() -> Path:
+    """Path of libllama in the build in use. HwkvError if it is not there."""
     path = build_dir() / "bin" / ("libllama.dylib" if sys.platform == "darwin" else "libllama.so")
     if not path.exists():
         raise HwkvError(f"{path} is missing: {BUILD_COMMAND}.")
     return path
 
 
-def binary(name, upstream=False):
-    """Path of a program, such as "llama-server", of the build in use."""
+def binary(name: str, upstream: bool = False) -> Path:
+    """Path of a program, such as "llama-server", of the build in use. HwkvError if it is not there."""
     path = build_dir(upstream) / "bin" / name
     if not os.access(path, os.X_OK):
         raise HwkvError(f"{path} is missing: {BUILD_COMMAND}{' --upstream' if upstream else ''}.")
     return path
 
 
-def foreign_libraries(maps, folder):
+def foreign_libraries(maps: str, folder: Path) -> list[str]:
     """Paths of llama.cpp libraries in the text of a /proc/PID/maps that lie outside `folder`."""
     paths = {line.split(maxsplit=5)[5] for line in maps.splitlines() if line.count("/")}
     ours = re.compile(r"lib(llama|ggml|mtmd)[\w-]*\.(so|dylib)")
@@ -68,8 +78,11 @@ def foreign_libraries(maps, folder):
 
 
 @functools.cache
-def load():
-    """The llama_cpp module on our libllama. The first call decides which build this process uses."""
+def load() -> ModuleType:
+    """The llama_cpp module on our libllama. The first call decides which build this process uses.
+
+    HwkvError if the build is missing, is not ours, or another libllama is loaded.
+    """
     path = library()
     if "llama_cpp" not in sys.modules:
         os.environ["LLAMA_CPP_LIB_PATH"] = str(path.parent)
@@ -97,7 +110,7 @@ def load():
     return llama_cpp
 
 
-def bind(lib):
+def bind(lib: ctypes.CDLL) -> None:
     """Declares the functions of llama-hwkv.h on a ctypes library."""
     text = ctypes.c_char_p
     # int32_t llama_hwkv_register(const char * json, char * id, size_t n_id, char * err, size_t n_err);
@@ -117,13 +130,16 @@ def bind(lib):
     lib.llama_hwkv_select.restype = ctypes.c_int32
 
 
-def lib():
+def lib() -> ctypes.CDLL:
     """The ctypes library, with every call of llama.h and llama-hwkv.h declared."""
     return load().llama_cpp._lib
 
 
-def register(policy_json):
-    """Keeps a policy (JSON text) for this process; returns "@<id>", a value for the kv override hwkv.policy."""
+def register(policy_json: str) -> str:
+    """Keeps a policy (JSON text) for this process. Returns "@<id>", a value for the kv override hwkv.policy.
+
+    HwkvError if it is no policy.
+    """
     if "\0" in policy_json:
         raise HwkvError("a policy's text holds a NUL character.")
     name, error = ctypes.create_string_buffer(64), ctypes.create_string_buffer(1024)
@@ -132,32 +148,36 @@ def register(policy_json):
     return name.value.decode()
 
 
-def select(model, policy):
-    """Contexts that are created on the model (a llama_model pointer) from now on follow a Policy, None for full KV, or
-    "calibrate"."""
+def select(model: Pointer, policy: Policy | str | None) -> None:
+    """Sets what the contexts follow that are created on the model (a llama_model pointer) from now on.
+
+    policy: a Policy, None for full KV, or "calibrate". HwkvError if the policy does not fit.
+    """
     value = policy if isinstance(policy, str) else "off" if policy is None else register(policy.to_json())
     error = ctypes.create_string_buffer(1024)
     if lib().llama_hwkv_select(model, value.encode(), error, len(error)) != 0:
         raise HwkvError(error.value.decode(errors="replace"))
 
 
-def active(ctx):
+def active(ctx: Pointer) -> bool:
     """True if the context (a llama_context pointer) keeps a grouped cache."""
     return lib().llama_hwkv_active(ctx)
 
 
-def info(ctx):
-    """What the context's grouped cache holds, as a dict: bytes, groups with window, cells, layers; {"active": False}
-    without."""
+def info(ctx: Pointer) -> dict[str, Any]:
+    """What the grouped cache of a context (a llama_context pointer) holds: bytes, groups with window, cells, layers.
+
+    {"active": False} without one.
+    """
     return _json(lib().llama_hwkv_info, ctx)
 
 
-def layers(model):
-    """The layers of a loaded model (a llama_model pointer) and which of them a policy may configure, as a dict."""
+def layers(model: Pointer) -> dict[str, Any]:
+    """The layers of a loaded model (a llama_model pointer), and which of them a policy may configure."""
     return _json(lib().llama_hwkv_layers, model)
 
 
-def _json(function, handle):
+def _json(function: Callable[..., int], handle: Pointer) -> dict[str, Any]:
     size = function(handle, None, 0)
     if size < 0:
         raise HwkvError(f"{function.__name__} failed: llama.cpp's log says why.")

@@ -1,37 +1,44 @@
 """LeastKL: the windows with the least expected divergence within a budget.
 
 SeqCalib asks the same of every KV head, however little the model's predictions depend on it. Here each head's squared
-error under a window is weighted by the sensitivity that was measured for the head (sensitivity.py), and the budget is
-spent where it saves most (allocation.py): first with the errors seen under full history, then twice more with the
-errors seen under the policy so far, which plays the part of SeqCalib's deployed prefix. Every budget is met as nearly
-as the candidate windows allow.
+error under a window is weighted by the sensitivity that was measured for the head (sensitivity.py). The budget is spent
+where it saves most (allocation.py). This is done three times: first with the errors that were seen under full history,
+then twice with the errors under the policy so far. So the layers below have their windows, as in SeqCalib. Every budget
+is met as nearly as the candidate windows allow.
 
 The sensitivities of each layer, and the errors under each policy, are files in the run folder; an interrupted
 calibration goes on from them.
 """
 
+import argparse
 import hashlib
 import json
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import Field
 from tqdm import tqdm
 
 from ...base.options import count
 from ...errors import HwkvError
+from ...gguf.geometry import Layer, ModelGeometry
 from ...policy.allocation import allocate
 from ...policy.budget import Budget
 from ..files import KNOWN_KEYS, Count, Number, Table, read, write
 from ..layerwise import END, START
 from ..method import Method
-from ..run import ELSEWHERE, RunFile, check_replay, chosen
+from ..run import ELSEWHERE, CalibrationRun, Record, RunFile, check_replay, chosen
 from ..sensitivity import PROBE, Sensitivity, measure, squared_errors
-from ..trace import sample_positions
+from ..trace import Tokens, Trace, sample_positions
+
+ByLayer = dict[int, npt.NDArray[np.float64]]  # {layer: array whose first axis is n_head_kv}
+Rows = tuple[tuple[int | None, ...], ...]  # windows of all configurable layers
 
 SHARES = (0.2, 0.3, 0.45, 0.6, 0.75)
 N_PASSES = 2  # under the policy so far
@@ -39,10 +46,10 @@ N_PASSES = 2  # under the policy so far
 
 @dataclass(frozen=True)
 class LeastKL(Method):
-    """One record for each budget and number of sinks: those of budgets, and for the one that a run is asked for also
-    SHARES of the cells at its context, to compare with.
+    """One record for each budget and number of sinks.
 
-    probe_tokens: of each trace sequence, to measure sensitivities on; None: all.
+    budgets: further ones. The budget that a run is asked for is always one of them, and so are SHARES of the cells at
+    its context, to compare with. probe_tokens: of each trace sequence, to measure sensitivities on; None: all.
     """
 
     name = "leastkl"
@@ -55,7 +62,7 @@ class LeastKL(Method):
     probe_tokens: int | None = None
 
     @classmethod
-    def add_arguments(cls, group):
+    def add_arguments(cls, group: argparse._ArgumentGroup) -> None:
         group.add_argument(
             "--probe-tokens",
             type=count,
@@ -64,11 +71,11 @@ class LeastKL(Method):
         )
 
     @classmethod
-    def from_arguments(cls, args):
+    def from_arguments(cls, args: argparse.Namespace) -> "LeastKL":
         return cls(probe_tokens=args.probe_tokens)
 
-    def probes(self, trace):
-        """The token sequences that sensitivities are measured on."""
+    def probes(self, trace: Trace) -> list[Tokens]:
+        """The token sequences that sensitivities are measured on. HwkvError if they are too short."""
         probes = [t[: self.probe_tokens] for t in trace.sequences]
         if len(probes[0]) <= 2 * PROBE:
             raise HwkvError(
@@ -76,10 +83,10 @@ class LeastKL(Method):
             )
         return probes
 
-    def identity(self, trace):
+    def identity(self, trace: Trace) -> dict[str, Any]:
         return {"probe_tokens": len(self.probes(trace)[0])}
 
-    def run(self, run):
+    def run(self, run: CalibrationRun) -> list[Record]:
         budgets = self.budgets
         if run.budget:
             budgets += (*(Budget(run.budget.n_ctx, share) for share in SHARES), run.budget)
@@ -87,10 +94,12 @@ class LeastKL(Method):
         return [spending.record(budget, n_sink) for n_sink in run.sinks for budget in spending.budgets]
 
 
-def expected_losses(folder, geometry, n_sink):
-    """What the run in a folder measured with all else full: (candidate windows, {layer: expected divergence for each KV
-    head under each of them [n_head_kv, n_window]}). HwkvError if there is no such run, or not for this number of
-    sinks."""
+def expected_losses(folder: str | Path, geometry: ModelGeometry, n_sink: int) -> tuple[list[int], ByLayer]:
+    """What the run in a folder found that each KV head loses under each window, with all else full.
+
+    Returns (candidate windows in tokens, {layer: expected divergence [n_head_kv, n_window], nats}). HwkvError if there
+    is no such run, or not for this number of sinks.
+    """
     layers, paths = geometry.configurable, _sensitivity_paths(folder, geometry.configurable, n_sink)
     path = _errors_path(folder, tuple((None,) * layer.n_head_kv for layer in layers), n_sink)
     for needed in (*paths, path):
@@ -110,11 +119,11 @@ def expected_losses(folder, geometry, n_sink):
     return file.windows, {found.layer: found.weights[:, None] * file.errors[found.layer] for found in held}
 
 
-def _sensitivity_paths(folder, layers, n_sink):
+def _sensitivity_paths(folder: str | Path, layers: Sequence[Layer], n_sink: int) -> list[Path]:
     return [Path(folder) / "layers" / f"{layer.layer:03d}-sink{n_sink}-sensitivity.json" for layer in layers]
 
 
-def _errors_path(folder, rows, n_sink):
+def _errors_path(folder: str | Path, rows: Rows, n_sink: int) -> Path:
     key = hashlib.sha256(json.dumps([n_sink, rows]).encode()).hexdigest()[:16]
     return Path(folder) / "layers" / f"errors-{key}.json"
 
@@ -158,16 +167,18 @@ def _check_errors(file, layers, windows=None):
 class _Spending:
     """One run: what is measured once, and spent under every budget."""
 
-    def __init__(self, run, probe_traces, budgets):
+    def __init__(self, run: CalibrationRun, probe_traces: list[Tokens], budgets: tuple[Budget, ...]) -> None:
         self.run, self.layers, self.probe_traces, self.budgets = run, run.layers, probe_traces, budgets
-        for n_sink, windows in run.windows.items():  # said before hours of work, not after
+        # a budget that cannot be met is better refused before hours of work than after
+        for n_sink, windows in run.windows.items():
             nothing = {layer.layer: np.zeros((layer.n_head_kv, len(windows))) for layer in self.layers}
             for budget in budgets:
                 allocate(run.geometry, windows, nothing, n_sink, budget)
 
-    def record(self, budget, n_sink):
+    def record(self, budget: Budget, n_sink: int) -> Record:
         """The Record of a Budget."""
-        rows, seconds = tuple((None,) * layer.n_head_kv for layer in self.layers), self.weights(n_sink)[1]
+        rows: Rows = tuple((None,) * layer.n_head_kv for layer in self.layers)
+        seconds = self.weights(n_sink)[1]
         for _ in range(1 + N_PASSES):
             losses, spent = self.losses(rows, n_sink)
             seconds += spent
@@ -176,13 +187,15 @@ class _Spending:
         setting = {"budget": budget.describe()}
         return self.run.record(rows, n_sink, setting, lambda: (None, seconds), name=budget.name)
 
-    def losses(self, rows, n_sink):
-        """({layer: expected divergence for each KV head under each candidate window [n_head_kv, n_window]}, seconds),
-        the layers below under these rows."""
+    def losses(self, rows: Rows, n_sink: int) -> tuple[ByLayer, float]:
+        """({layer: expected divergence of each KV head under each candidate window [n_head_kv, n_window]}, seconds).
+
+        The layers below are under these rows.
+        """
         weights, (errors, seconds) = self.weights(n_sink)[0], self.errors(rows, n_sink)
         return {layer.layer: weights[layer.layer][:, None] * errors[layer.layer] for layer in self.layers}, seconds
 
-    def weights(self, n_sink):
+    def weights(self, n_sink: int) -> tuple[ByLayer, float]:
         """({layer: divergence per squared error [n_head_kv]}, seconds)."""
         paths = dict(zip(self.layers, _sensitivity_paths(self.run.folder, self.layers, n_sink)))
         missing = [layer for layer, path in paths.items() if not path.exists()]
@@ -206,9 +219,11 @@ class _Spending:
         held = [_sensitivity(path, layer) for layer, path in paths.items()]
         return {found.layer: found.weights for found in held}, sum(found.seconds for found in held)
 
-    def errors(self, rows, n_sink):
-        """({layer: mean squared error of each KV head's output under each candidate window [n_head_kv, n_window]},
-        seconds), the layers below under these rows."""
+    def errors(self, rows: Rows, n_sink: int) -> tuple[ByLayer, float]:
+        """({layer: mean squared error of each KV head's output under each window [n_head_kv, n_window]}, seconds).
+
+        The layers below are under these rows.
+        """
         path = _errors_path(self.run.folder, rows, n_sink)
         if not path.exists():
             start = time.monotonic()
@@ -218,7 +233,7 @@ class _Spending:
         file = read(path, ErrorsFile, wanted)
         return file.errors, file.seconds
 
-    def _walk(self, rows, n_sink):
+    def _walk(self, rows: Rows, n_sink: int) -> Iterator[tuple[Layer, npt.NDArray[np.float64]]]:
         """Yields (layer, errors) from the first layer on, each computed once, under these rows."""
         layerwise = self.run.layerwise()
         layerwise.run(START, self.layers[0].layer)
