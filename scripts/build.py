@@ -1,10 +1,14 @@
 """Builds libllama with per-KV-head windows and everything around it. Called by ./build.sh; standard library only.
 
-.venv/                 Python environment: this package (editable), llama-cpp-python's bindings, cmake and ninja if
-needed build/download/        the pinned sdist build/upstream/src     llama.cpp as the sdist carries it;
-build/upstream/<configuration>/bin  unpatched programs build/hwkv/src         the same with native/ copied in;
-build/hwkv/<configuration>/bin      ours build/current          link to the configuration that hwkv uses (the one built
-last; not --upstream, not --sanitize)
+.venv/                              Python environment: this package (editable), llama-cpp-python's bindings,
+                                    cmake and ninja if needed
+build/download/                     the pinned sdist
+build/upstream/src                  llama.cpp as the sdist carries it
+build/upstream/<configuration>/bin  unpatched programs
+build/hwkv/src                      the same with native/ copied in
+build/hwkv/<configuration>/bin      ours
+build/current                       link to the configuration that hwkv uses (the one built last; not --upstream,
+                                    not --sanitize)
 """
 
 import argparse
@@ -52,7 +56,9 @@ EXAMPLES = """\
 commands (default: build):
   env                    only the Python environment
   demo                   build, then serve a small real model under a policy and compare it with full KV
-  test [pytest args]     build what the tests need, then run them all
+  check                  formatters, linters, the type checker, and the contract of the rooms
+  test [pytest args]     build, then test every function once
+  test --all [...]       the same with the long tests; builds unpatched llama.cpp and one with sanitizers, too
 
 examples:
   ./build.sh                             CPU
@@ -105,7 +111,7 @@ def main(argv):
         default=os.cpu_count() or 1,
         help="compile N files at once (default: %(default)s)",
     )
-    parser.add_argument("command", nargs="?", choices=["env", "demo", "test"], help=argparse.SUPPRESS)
+    parser.add_argument("command", nargs="?", choices=["env", "check", "demo", "test"], help=argparse.SUPPRESS)
     parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.cuda_arch and not args.cuda:
@@ -114,8 +120,8 @@ def main(argv):
         parser.error("--jobs must be at least 1")
     if args.sanitize and (args.cuda or args.vulkan or args.metal or args.rpc or args.upstream):
         parser.error("--sanitize works for our CPU build only")
-    if args.rest and args.command == "env":
-        parser.error("env takes no arguments")
+    if args.rest and args.command in ("env", "check"):
+        parser.error(f"{args.command} takes no arguments")
 
     # refuses what cannot be built before anything long starts
     find_compiler()
@@ -131,18 +137,27 @@ def main(argv):
             say("waiting for another ./build.sh")
             fcntl.flock(lock, fcntl.LOCK_EX)
         prepare_environment()
-        if args.command != "env":
+        if args.command == "check":
+            prepare_checkers()
+            style = pristine_source(upstream_pins(), args.source) / ".clang-format"
+        elif args.command != "env":
             build(args)
-        if args.command == "test":
+        if args.command == "test" and "--all" in args.rest:
             build(args, upstream=True)
             build(args, sanitize=True)
 
     python = VENV / "bin" / "python"
     if args.command == "demo":
         os.execv(python, [str(python), str(VENV / "bin" / "hwkv"), "demo", *args.rest])
+    if args.command == "check":
+        check(style)
     if args.command == "test":
         os.chdir(ROOT)
-        os.execv(python, [str(python), "-m", "pytest", *args.rest])
+        # one file after another on each core; what is named, or debugged, runs in one process
+        parallel = (
+            ["-n", str(args.jobs), "--dist", "loadfile"] if not set(args.rest) - {"--all"} and args.jobs > 1 else []
+        )
+        os.execv(python, [str(python), "-m", "pytest", *parallel, *args.rest])
 
 
 def say(text):
@@ -192,6 +207,40 @@ def prepare_environment():
         CMAKE_ARGS="-DLLAMA_BUILD=OFF",
     )
     stamp.write_text(wanted)
+
+
+def prepare_checkers():
+    """The tools of ./build.sh check, in the versions that pyproject.toml pins."""
+    stamp = VENV / "hwkv-check-stamp"
+    wanted = (VENV / STAMP).read_text()
+    if not stamp.exists() or stamp.read_text() != wanted:
+        pip("install", "--no-build-isolation", "-e", f"{ROOT}[test,check]", goal="install the checkers")
+        stamp.write_text(wanted)
+
+
+def check(style):
+    """Runs every checker, says which find something, and ends the process. style: llama.cpp's .clang-format."""
+    bin_dir = VENV / "bin"
+    native = sorted(str(path.relative_to(ROOT)) for path in NATIVE.rglob("*") if path.suffix in (".h", ".cpp"))
+    commands = [
+        ["ruff", "format", "--check", "--quiet", "."],
+        ["ruff", "check", "--quiet", "."],
+        ["mypy", "--no-error-summary"],
+        ["lint-imports"],
+        ["clang-format", f"--style=file:{style}", "--dry-run", "--Werror", *native],
+    ]
+    failed = []
+    for words in commands:
+        done = subprocess.run(
+            [bin_dir / words[0], *words[1:]], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        name = " ".join(words[:2]) if words[0] == "ruff" else words[0]
+        say(f"{name}: {'fine' if done.returncode == 0 else 'found something'}")
+        if done.returncode != 0:
+            print(done.stdout, end="", flush=True)
+            failed.append(name)
+    if failed:
+        raise BuildError(f"{', '.join(failed)} found something: it is above.")
 
 
 def make_environment():

@@ -1,11 +1,16 @@
-"""Models and helpers that several tests share."""
+"""Models and helpers that several tests share, and which tests are run."""
 
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # as many processes as cores: a second thread of each would only wait for the first (read when NumPy is imported)
+    os.environ.update(dict.fromkeys(("OMP_THREAD_LIMIT", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"))
 
 import pytest
 from gguf import GGUFValueType, GGUFWriter
@@ -14,6 +19,29 @@ DATA = Path(__file__).parent / "data"
 
 # A shell that starts tests in the background has SIGINT ignored, and every process that they start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# which tests
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--all", action="store_true", help="also the tests marked long, and random walks at their full length"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--all") or any("::" in word for word in config.args):  # one that is named is meant
+        return
+    long = [item for item in items if item.get_closest_marker("long")]
+    config.hook.pytest_deselected(items=long)
+    items[:] = [item for item in items if not item.get_closest_marker("long")]
+
+
+@pytest.fixture(scope="session")
+def everything(request):
+    """True with --all: random walks have their full length."""
+    return request.config.getoption("--all")
 
 
 # real models

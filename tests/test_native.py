@@ -56,6 +56,7 @@ def model(random_models, name):
     return name if name in MADE else next(path for path in random_models if path.stem == name)
 
 
+@pytest.mark.long
 def test_every_architecture_is_served_right_or_refused(random_models, capsys):
     """Each without sinks, and with 1, 4 or 64 of them."""
     lines = run(native.binary("test-hwkv"), "archs", random_models[0].parent)
@@ -78,25 +79,35 @@ def test_every_architecture_is_served_right_or_refused(random_models, capsys):
 
 
 @pytest.mark.parametrize("name", WALKED + MADE)
-def test_walk_of_sequence_operations(random_models, name):
+def test_walk_of_sequence_operations(random_models, name, everything):
+    n_seeds, n_steps = (5, 30) if everything else (2, 12)
     for first in (0, 8):  # seeds 0 to 7 are without sink tokens, 8 to 15 with
         lines = run(
-            native.binary("test-hwkv"), "walk", model(random_models, name), "--seeds", first, first + 4, "--steps", 30
+            native.binary("test-hwkv"),
+            "walk",
+            model(random_models, name),
+            "--seeds",
+            first,
+            first + n_seeds - 1,
+            "--steps",
+            n_steps,
         )
-        assert len(lines) == 5
+        assert len(lines) == n_seeds
 
 
 @pytest.mark.parametrize("name", ["made:llama", "gemma3-dense"])
-def test_drafts_are_taken_back(random_models, name):
+def test_drafts_are_taken_back(random_models, name, everything):
     """Two to four sequences, split (odd seeds) and unified, where rings hold little more than the windows."""
-    lines = run(native.binary("test-hwkv"), "drafts", model(random_models, name), "--seeds", 0, 5, "--steps", 6)
-    assert len(lines) == 6 * 3
+    last = 5 if everything else 1
+    lines = run(native.binary("test-hwkv"), "drafts", model(random_models, name), "--seeds", 0, last, "--steps", 6)
+    assert len(lines) == (last + 1) * 3
 
 
 def test_training_is_refused():
     assert run(native.binary("test-hwkv"), "training", "made:llama")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["qwen3-dense", "gemma3-dense", "qwen35-dense"])
 def test_sanitizers_find_nothing(random_models, sanitized, name, tmp_path):
     path = model(random_models, name)
@@ -107,6 +118,7 @@ def test_sanitizers_find_nothing(random_models, sanitized, name, tmp_path):
     run(sanitized, "walk", path, "--seeds", 9, 10, "--steps", 10, **options)
 
 
+@pytest.mark.long
 def test_sanitizers_find_nothing_under_python(sanitized):
     """The parity tests with the sanitizers' library: Python itself is not built with them, so their runtimes are loaded
     before it."""

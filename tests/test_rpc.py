@@ -17,6 +17,9 @@ from hwkv_llamacpp.baselines.pattern import pattern
 from hwkv_llamacpp.runtime import native
 from hwkv_llamacpp.runtime.server import LlamaServer, ServerOptions, free_port
 
+pytestmark = pytest.mark.long
+
+
 BUILD = native.ROOT / "build" / "hwkv" / "cpu-rpc"
 
 

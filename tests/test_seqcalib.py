@@ -96,7 +96,13 @@ def hybrid_case():
     )
 
 
-@pytest.fixture(scope="module", params=[smollm2_case, hybrid_case], ids=["smollm2", "mini-hybrid"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(smollm2_case, marks=pytest.mark.long, id="smollm2"),
+        pytest.param(hybrid_case, id="mini-hybrid"),
+    ],
+)
 def compared(request, tmp_path_factory):
     """Two thresholds calibrated, and what the independent implementation scores under their policies and with full
     history."""
@@ -426,6 +432,7 @@ def test_selection_from_a_finished_run(undisturbed, command, hwkv, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
+@pytest.mark.long
 def test_killed_at_random_and_run_again(undisturbed, command, tmp_path):
     """SIGKILL at random moments, each after something new was kept; the last run ends with the bytes of the undisturbed
     one.

@@ -78,12 +78,14 @@ CASES = {
 def built():
     try:
         native.binary("llama-server")
-        native.binary("llama-server", upstream=True)  # what every comparison is held against
     except HwkvError as error:
         pytest.skip(str(error))
 
 
-@pytest.fixture(scope="module", params=CASES)
+QUICK = "mini-hybrid, 4 sinks"
+
+
+@pytest.fixture(scope="module", params=[pytest.param(x, marks=() if x == QUICK else pytest.mark.long) for x in CASES])
 def case(request):
     return CASES[request.param]
 
@@ -119,6 +121,12 @@ def server_options(case, folder, **changes):
 
 
 def unpatched(options):
+    """What comparisons are held against: unpatched llama.cpp, or where it is not built ours without a policy, which is
+    the same to the bit (test_policy_off_is_the_unpatched_build)."""
+    try:
+        native.binary("llama-server", upstream=True)
+    except HwkvError:
+        return dataclasses.replace(options, policy="off")
     return dataclasses.replace(options, policy=None, upstream=True)
 
 
@@ -223,7 +231,9 @@ def test_chat_steps_equal_a_fresh_server(case, options, noise):
             assert answer.n_read <= len(prompt) - len(before) + 8, f"{what}: {answer.n_read} tokens read"
 
 
+@pytest.mark.long
 def test_policy_off_is_the_unpatched_build(case, options):
+    native.binary("llama-server", upstream=True)  # both arms must not be ours
     turns = []
     for each in (dataclasses.replace(options, policy="off"), unpatched(options)):
         with LlamaServer(each) as server:
@@ -571,7 +581,11 @@ RANDOM_CASES = [
 ]
 
 
-@pytest.mark.parametrize("random_case", RANDOM_CASES, ids=lambda c: f"{c.name} {c.rows} {c.n_sink}")
+@pytest.mark.parametrize(
+    "random_case",
+    [RANDOM_CASES[0], *(pytest.param(x, marks=pytest.mark.long) for x in RANDOM_CASES[1:])],
+    ids=lambda c: f"{c.name} {c.rows} {c.n_sink}",
+)
 def test_random_requests_equal_those_without_a_cache(random_case, random_models, tmp_path):
     rng = np.random.default_rng(1)
     model = next(path for path in random_models if path.stem == random_case.name)

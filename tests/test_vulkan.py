@@ -27,7 +27,7 @@ TESTS = Path(__file__).parent
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
 HWKV = (sys.executable, "-m", "hwkv_llamacpp")
 
-pytestmark = pytest.mark.timeout(3600)  # a device in software compiles its shaders for minutes
+pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]  # a device in software compiles its shaders for minutes
 
 
 @pytest.fixture(scope="module")

@@ -38,12 +38,7 @@ def bind(lib: ctypes.CDLL) -> None:
     for name in ("q", "out", "sinks"):
         function = getattr(lib, f"llama_hwkv_layer_{name}")
         function.argtypes, function.restype = [pointer, pointer], ctypes.c_size_t
-    for name, number in (
-        ("scale", ctypes.c_float),
-        ("softcap", ctypes.c_float),
-        ("save", i32),
-        ("kept", ctypes.c_size_t),
-    ):
+    for name, number in (("scale", ctypes.c_float), ("softcap", ctypes.c_float), ("save", i32)):
         function = getattr(lib, f"llama_hwkv_layer_{name}")
         function.argtypes, function.restype = [pointer], number
     for name, result in (("restore", i32), ("drop", None)):
@@ -223,10 +218,6 @@ class Layerwise:
     def drop(self, number: int) -> None:
         """Forgets a kept state."""
         self._lib.llama_hwkv_layer_drop(self._ctx, number)
-
-    def kept_bytes(self) -> int:
-        """Bytes on the host that the kept states take."""
-        return self._lib.llama_hwkv_layer_kept(self._ctx)
 
     def _captured(self, function: Callable[..., int], n_head: int, head_dim: int) -> list[npt.NDArray[np.float32]]:
         values = np.empty(function(self._ctx, None), dtype=np.float32)

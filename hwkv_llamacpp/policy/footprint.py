@@ -133,7 +133,7 @@ def predict(
         for window in dict.fromkeys(row):
             members.setdefault(window, []).append((layer, row.count(window)))
     active = any(window is not None for window in members)
-    slack = draft_slack(n_ubatch, n_seq_max, unified) if active else 0
+    slack = draft_slack(n_ubatch, n_seq_max) if active else 0
     widest_v = max((layer.n_head_kv * layer.head_dim_v for layer in geometry.layers), default=0)
 
     def group(window, members, n_sink, padded_v):
@@ -177,11 +177,10 @@ def predict(
     return Footprint(tuple(groups), own_windows, full, n_ctx_seq * streams, n_ctx_seq, n_ubatch)
 
 
-def draft_slack(n_ubatch, n_seq_max, unified):
-    """Positions per sequence that stay beyond a window under a policy, so that draft tokens can be taken back; n_slack
-    in the runtime's llama-memory-hwkv.cpp."""
-    shared = unified and n_seq_max > 1
-    return DRAFT_SLACK if shared or n_ubatch < DRAFT_SLACK * n_seq_max else 0
+def draft_slack(n_ubatch, n_seq_max):
+    """Positions per sequence that stay beyond a window under a policy, so that draft tokens can be taken back: the rule
+    of the runtime's llama-hwkv-sizing.cpp."""
+    return DRAFT_SLACK if n_seq_max > 1 or n_ubatch < DRAFT_SLACK else 0
 
 
 def row_bytes(cache_type, n):

@@ -104,9 +104,6 @@ LLAMA_API int32_t llama_hwkv_layer_save(struct llama_context * ctx);
 LLAMA_API int32_t llama_hwkv_layer_restore(struct llama_context * ctx, int32_t id);
 LLAMA_API void    llama_hwkv_layer_drop(struct llama_context * ctx, int32_t id);
 
-// Bytes that are kept between runs.
-LLAMA_API size_t llama_hwkv_layer_kept(const struct llama_context * ctx);
-
 // The layers of a model and which of them a policy may configure, as JSON. Returns the length like snprintf.
 LLAMA_API int32_t llama_hwkv_layers(const struct llama_model * model, char * buf, size_t n);
 

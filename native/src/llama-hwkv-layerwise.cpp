@@ -79,26 +79,6 @@ const llama_hwkv_layerwise::attention & llama_hwkv_layerwise::get() const {
     return result;
 }
 
-size_t llama_hwkv_layerwise::n_bytes() const {
-    std::set<const void *> seen;  // saved cuts share what did not change
-
-    size_t res = 0;
-
-    const auto add = [&](const kept & k) {
-        for (const auto & [_, data] : k) {
-            res += seen.insert(data.get()).second ? data->size() : 0;
-        }
-    };
-
-    add(state);
-
-    for (const auto & [_, k] : saved) {
-        add(k);
-    }
-
-    return res;
-}
-
 //
 // by the graph
 //

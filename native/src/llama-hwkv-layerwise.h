@@ -60,8 +60,6 @@ class llama_hwkv_layerwise {
 
     const attention & get() const;
 
-    size_t n_bytes() const;  // kept on the host, saved cuts included
-
     //
     // by the graph: where the cuts are
     //

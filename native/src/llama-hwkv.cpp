@@ -275,10 +275,6 @@ void llama_hwkv_layer_drop(llama_context * ctx, int32_t id) {
     });
 }
 
-size_t llama_hwkv_layer_kept(const llama_context * ctx) {
-    return hwkv_try_or(__func__, (size_t) 0, [&] { return hwkv_layerwise(ctx).n_bytes(); });
-}
-
 int32_t llama_hwkv_layers(const llama_model * model, char * buf, size_t n) {
     return hwkv_try_or(__func__, (int32_t) -1, [&] {
         const auto & hparams = model->hparams;
