@@ -430,6 +430,7 @@ def test_version_names_the_pinned_commit(bin_dir):
     assert build.upstream_pins()["llama_cpp_commit"] in done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_binaries_work_after_a_move_and_beside_other_builds(bin_dir, tmp_path):
     """From a folder with a space, with another build's libraries first on LD_LIBRARY_PATH, only the moved files are
     loaded."""

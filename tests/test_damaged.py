@@ -1,7 +1,6 @@
 """Damaged and hostile files: one verdict in every command, short sentences, and nothing that a terminal obeys."""
 
 import json
-import resource
 import struct
 import subprocess
 import sys
@@ -91,10 +90,13 @@ def test_padding_of_a_gibibyte_takes_neither_memory_nor_disk(hwkv, tmp_path, ali
     assert model.stat().st_size == alignment + len(data)
     path = tmp_path / "p.json"
     Policy({0: [7]}).save(path)
-    words = [sys.executable, "-m", "hwkv_llamacpp", "embed", str(model), str(path), "-o", str(out)]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    subprocess.run(words, check=True, capture_output=True, timeout=300)
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss <= max(before, 400 * 1024)  # KiB
+    script = (
+        "import re, sys; from hwkv_llamacpp.cli.main import main; code = main(sys.argv[1:])\n"
+        "print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]); sys.exit(code)"
+    )
+    words = [sys.executable, "-c", script, "embed", str(model), str(path), "-o", str(out)]
+    done = subprocess.run(words, check=True, capture_output=True, text=True, timeout=300)
+    assert int(done.stdout.split()[-1]) < 400 * 1024  # KiB
     assert read_policy(out) == Policy({0: [7]})
     assert out.stat().st_size == alignment + len(data) and out.stat().st_blocks * 512 < 2**20
     with GGUFFile(out) as file, open(out, "rb") as raw:

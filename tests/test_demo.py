@@ -5,13 +5,14 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from hwkv_llamacpp import ModelGeometry, Policy
 from hwkv_llamacpp.gguf import testmodels
 from hwkv_llamacpp.gguf.embed import read_policy
 from hwkv_llamacpp.policy.footprint import predict
 
 pytestmark = pytest.mark.long
-
 
 COMMAND = (sys.executable, "-u", "-m", "hwkv_llamacpp", "demo")
 

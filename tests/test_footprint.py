@@ -101,7 +101,7 @@ def test_cells_for_sink_tokens(geometry, n_sink, options, cells):
 @pytest.mark.parametrize(
     ("options", "cells", "streams"),
     [
-        ({"n_ctx": 8192, "n_seq_max": 4}, 1024, 4),  # split: each of 2048 cells, its own ring
+        ({"n_ctx": 8192, "n_seq_max": 4}, 1280, 4),  # split: each of 2048 cells, its own ring, with room for drafts
         (
             {"n_ctx": 8192, "n_seq_max": 4, "unified": True},
             2816,

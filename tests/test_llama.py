@@ -419,6 +419,7 @@ def run_python(code, **environment):
     )
 
 
+@pytest.mark.long
 def test_old_libraries_on_the_loader_path_are_not_taken(tmp_path):
     bin_dir = native.build_dir(upstream=True) / "bin"
     for path in bin_dir.glob("lib*"):
@@ -431,6 +432,7 @@ def test_old_libraries_on_the_loader_path_are_not_taken(tmp_path):
     assert str(native.library().parent) in done.stdout and str(tmp_path) not in done.stdout
 
 
+@pytest.mark.long
 def test_another_build_loaded_before_is_named():
     other = native.build_dir(upstream=True) / "bin"
     done = run_python(

@@ -688,5 +688,7 @@ def test_options_become_flags():
         "--no-kv-unified",
         "-fit",
         "off",
+        "--port",
+        "0",
         "--verbose",
     ]

@@ -60,7 +60,8 @@ def replacing_together(overwrite: bool = False) -> Iterator[Callable[..., Binary
                 if link_to is not None and _link(link_to, member.partial):
                     _hold(opened.enter_context(open(member.partial, "rb")))
                     return None
-                member.file = opened.enter_context(open(member.partial, "xb"))
+                member.file = open(member.partial, "xb")
+                opened.callback(_close, member.file)
                 _hold(member.file)
                 return member.file
 
@@ -79,6 +80,11 @@ def replacing_together(overwrite: bool = False) -> Iterator[Callable[..., Binary
             raise _write_error((named or members)[-1].path, error) from None
         finally:
             _to_the_end(_clean_up, members)
+
+
+def _close(file: BinaryIO) -> None:
+    with suppress(OSError):  # a disk that is full was told of before
+        file.close()
 
 
 class _Member:

@@ -125,7 +125,7 @@ def run(args):
             )
         )
         return
-    console = Console(highlight=False, **({} if sys.stdout.isatty() else {"width": 200}))
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
     show(console, geometry, plans)
     if args.memory:
         show_largest(console, geometry, largest, args.memory, plans)

@@ -428,9 +428,11 @@ def _read_geometry(file):
         n_layer = n_all - n_nextn
     n_main = n_layer or n_all  # a file of next-token-prediction blocks only attends to them
 
-    n_layer_kv = arch.n_layer_kv
-    if n_layer_kv == "shared":
+    n_layer_kv: int | None
+    if arch.n_layer_kv == "shared":
         n_layer_kv = n_all - keys.number("attention.shared_kv_layers", 0)
+    else:
+        n_layer_kv = arch.n_layer_kv
     if n_layer_kv is not None and n_layer_kv < 2:
         raise HwkvError(
             f"{file.path}: key '{architecture}.attention.shared_kv_layers' leaves {max(n_layer_kv, 0)} layers"

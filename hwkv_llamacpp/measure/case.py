@@ -230,8 +230,8 @@ class _Case:
         """It has the model and the policy of this row, in every arm; what a grouped cache holds, to the byte. Asked
         before the prompt, which the server may not survive."""
         row, props = self.row, self.server.props()
-        if (model := props.get("model_path")) != str(self.settings.model):
-            raise HwkvError(f"the server has loaded {model}, {self.settings.model} expected")
+        if (model := props.get("model_path")) != as_text(self.settings.model):
+            raise HwkvError(f"the server has loaded {model}, {as_text(self.settings.model)} expected")
         hwkv = props.get("hwkv")
         if (hwkv is None) != (row.arm == "upstream"):
             raise HwkvError(f"the server is {'the unpatched' if hwkv is None else 'not the unpatched'} llama-server")

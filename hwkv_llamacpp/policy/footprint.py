@@ -124,7 +124,7 @@ def predict(
     sharing = n_seq_max if unified else 1  # sequences in one ring
     n_sink = policy.n_sink if policy else 0
 
-    members = {}  # window -> [(layer, heads)]
+    members: dict[int | None, list[tuple[int, int]]] = {}  # window -> [(layer, heads)]
     for layer in geometry.configurable:
         row = [
             None if w is None or w + n_sink >= n_ctx_seq else w

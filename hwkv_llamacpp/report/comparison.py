@@ -57,7 +57,7 @@ class Table:
             table.add_column(escape(name), justify="left" if i == 0 else "right")
         for row in self.rows:
             table.add_row(*map(escape, row))  # a file's name may hold brackets
-        console = Console(highlight=False, **({} if sys.stdout.isatty() else {"width": 200}))
+        console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
         console.print(table)
         for note in self.notes:
             console.print(note, markup=False, soft_wrap=True)
