@@ -279,7 +279,8 @@ def test_the_command_on_a_model_that_is_here(built, hwkv, mini_hybrid, tmp_path)
     assert ours["checkpoint_bytes"] > full["checkpoint_bytes"] > 0
     assert [(x["n_parallel"], x["plan"]) for x in answer["largest"]] == [(1, "full KV"), (1, "policy")]
     assert 0 < answer["largest"][0]["n_ctx"] < 4096 <= answer["largest"][1]["n_ctx"]
-    code, out, _ = hwkv("plan", mini_hybrid, "--policy", policy, "-c", 4096, "-np", 2, "--memory", "1TiB")
+    code, out, err = hwkv("plan", mini_hybrid, "--policy", policy, "-c", 4096, "-np", 2, "--memory", "1TiB")
+    assert code == 0, err
     assert "-c 4096, 2 slots of 2048, MiB" in out and "total, all slots" in out and "contexts of several slots" in out
     assert "KV, window 64, 3 KV heads, 768 cells x 2 slots" in out and "context checkpoints, up to 32 per slot" in out
     assert "a third more of both" in out

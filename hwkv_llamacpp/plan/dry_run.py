@@ -92,18 +92,17 @@ def weights(model, n_gpu_layers=None):
         "off",
         "-fitp",
         "on",
-        "-lv",
-        "4",
     ]
     if n_gpu_layers is not None:
         command += ["-ngl", str(n_gpu_layers)]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("LLAMA_ARG_")} | {"GGML_NO_BACKTRACE": "1"}
     done = subprocess.run(command, text=True, errors="replace", env=environment, capture_output=True)
-    found = breakdown(done.stderr)
+    # device, model, context, compute in MiB; the log may end early, what is printed does not
+    found = re.findall(r"^(\S+) (\d+) \d+ \d+\s*$", done.stdout, re.MULTILINE)
     if done.returncode != 0 or not found:
         last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise HwkvError(f"{model}: llama-fit-params ended with {done.returncode}: {last[:300]}")
-    return {name: parts["model"] for name, parts in found.items()}
+    return {name: int(mib) * MIB for name, mib in found}
 
 
 def breakdown(log):
