@@ -343,7 +343,8 @@ def test_wrong_policy_is_noticed(model_name, request):
             for setting in (exact, usual)
         }
         print(
-            f"{what:20}: error {ratios[exact]:.2g} times the floor with F32 K/V, {ratios[usual]:.2g} times with F16 and FlashAttention"
+            f"{what:20}: error {ratios[exact]:.2g} times the floor with F32 K/V, {ratios[usual]:.2g} times with "
+            "F16 and FlashAttention"
         )
         assert ratios[exact] > NOTICED_FACTOR, f"{what} goes unnoticed"
 

@@ -3,7 +3,7 @@
 import functools
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from pydantic import AfterValidator, ConfigDict, Field, PlainSerializer, PlainValidator, TypeAdapter, WithJsonSchema
@@ -33,18 +33,25 @@ def _digits(table):
     return [[float(f"{x:.7g}") for x in row] for row in table]
 
 
-# NumPy arrays in Python, lists in JSON
-Vector = Annotated[
-    list[Number], AfterValidator(lambda x: np.array(x, np.float64)), PlainSerializer(lambda x: x.tolist())
-]
-Table = Annotated[
-    list[list[Number]],
-    AfterValidator(_table),
-    PlainSerializer(lambda x: x.tolist()),
-    Field(description="a table of numbers, one row per head and one column per window,"),
-]
-# with 7 significant digits, so that noise of the last bits does not change the text
-ShortTable = Annotated[Table, PlainSerializer(_digits)]
+# NumPy arrays in Python, lists in JSON; a type checker knows the arrays alone
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Vector = npt.NDArray[np.float64]
+    Table = npt.NDArray[np.float64]
+    ShortTable = npt.NDArray[np.float64]
+else:
+    Vector = Annotated[
+        list[Number], AfterValidator(lambda x: np.array(x, np.float64)), PlainSerializer(lambda x: x.tolist())
+    ]
+    Table = Annotated[
+        list[list[Number]],
+        AfterValidator(_table),
+        PlainSerializer(lambda x: x.tolist()),
+        Field(description="a table of numbers, one row per head and one column per window,"),
+    ]
+    # with 7 significant digits, so that noise of the last bits does not change the text
+    ShortTable = Annotated[Table, PlainSerializer(_digits)]
 
 PolicyField = Annotated[
     Policy,
@@ -56,7 +63,8 @@ PolicyField = Annotated[
 
 def to_data(value) -> Any:
     """What stands in the file of a value."""
-    return _adapter(type(value)).dump_python(value)
+    kind: Any = type(value)
+    return _adapter(kind).dump_python(value)
 
 
 def write(path, value, indent=None) -> None:
@@ -86,5 +94,5 @@ def read(path, kind, check=None, advice=AGAIN) -> Any:
 
 
 @functools.cache
-def _adapter(kind):
+def _adapter(kind: Any) -> TypeAdapter:
     return TypeAdapter(kind)

@@ -4,7 +4,7 @@ import importlib.metadata
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer
@@ -83,7 +83,10 @@ class RunFile(BaseModel):
 
 
 # checked as a Distortion, kept as its dict
-DistortionField = Annotated[Distortion, AfterValidator(asdict), PlainSerializer(lambda x: x)]
+if TYPE_CHECKING:
+    DistortionField = dict[str, Any]
+else:
+    DistortionField = Annotated[Distortion, AfterValidator(asdict), PlainSerializer(lambda x: x)]
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def window(window):
 
 def ranges(numbers):
     """0-4, 6: runs of consecutive numbers."""
-    runs = []
+    runs: list[list[int]] = []
     for n in numbers:
         if runs and runs[-1][1] == n - 1:
             runs[-1][1] = n

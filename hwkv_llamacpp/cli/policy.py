@@ -18,7 +18,8 @@ MIB = 2**20
 
 def add_arguments(parser):
     parser.description = (
-        "A policy is a small JSON file: one row of windows for each layer it lists, one window per KV head, in tokens or"
+        "A policy is a small JSON file: one row of windows for each layer it lists, one window per KV head, in "
+        "tokens or"
         ' "full". Layers that it does not list are full.'
     )
     parser.epilog = (
@@ -214,13 +215,10 @@ def _made_by(provenance):
         windows = provenance["windows"]
         lines.append(f"from windows of {', '.join(map(str, windows)) if isinstance(windows, list) else windows} tokens")
     if isinstance(trace := provenance.get("trace"), dict):
-        text = trace.get("text")
-        text = (
-            "the text that ships"
-            if text == "default"
-            else ", ".join(map(str, text))
-            if isinstance(text, list)
-            else text
-        )
+        held = trace.get("text")
+        if held == "default":
+            text = "the text that ships"
+        else:
+            text = ", ".join(map(str, held)) if isinstance(held, list) else str(held)
         lines.append(f"on traces of {provenance.get('n_ctx')} tokens of {text}")
     return [("" if i else "made by", line) for i, line in enumerate(lines)]

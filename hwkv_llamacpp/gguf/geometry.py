@@ -90,7 +90,8 @@ class ModelGeometry:
         """Says on stderr if n_ctx tokens for n_parallel slots are more than the model was trained for."""
         if n_ctx > self.n_ctx_train * n_parallel:
             print(
-                f"warning: the context of {n_ctx} tokens is larger than the model was trained for ({self.n_ctx_train}): "
+                f"warning: the context of {n_ctx} tokens is larger than the model was trained for "
+                f"({self.n_ctx_train}): "
                 "llama-server would cap its slots",
                 file=sys.stderr,
             )
@@ -428,11 +429,9 @@ def _read_geometry(file):
         n_layer = n_all - n_nextn
     n_main = n_layer or n_all  # a file of next-token-prediction blocks only attends to them
 
-    n_layer_kv: int | None
+    n_layer_kv = None if isinstance(arch.n_layer_kv, str) else arch.n_layer_kv
     if arch.n_layer_kv == "shared":
         n_layer_kv = n_all - keys.number("attention.shared_kv_layers", 0)
-    else:
-        n_layer_kv = arch.n_layer_kv
     if n_layer_kv is not None and n_layer_kv < 2:
         raise HwkvError(
             f"{file.path}: key '{architecture}.attention.shared_kv_layers' leaves {max(n_layer_kv, 0)} layers"

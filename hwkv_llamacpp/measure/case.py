@@ -14,6 +14,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import requests
 
@@ -159,7 +160,9 @@ class _Case:
         self.row, self.settings, self.group, self.gpus = row, settings, group, gpus
         self.server = LlamaServer(options, log_path, setup=self._setup, launched=self._launched)
         self.keep_log = log_path is not None
-        self.sampler = self.pid = self.timed_out_s = None
+        self.sampler: Any = None  # MemorySampler, once the process is there
+        self.pid: int | None = None
+        self.timed_out_s: float | None = None
         self.phase_start = 0  # in the log
         self._parent = os.getpid()
         self._libc = ctypes.CDLL(None) if sys.platform.startswith("linux") else None

@@ -82,17 +82,7 @@ def run(context):
 
 def weights(model, n_gpu_layers=None):
     """{device: bytes} of the weights, each to a MiB; "Host" is the machine's own memory."""
-    command = [
-        str(native.binary("llama-fit-params")),
-        "-m",
-        model,
-        "-c",
-        "256",
-        "--hwkv-policy",
-        "off",
-        "-fitp",
-        "on",
-    ]
+    command = [str(native.binary("llama-fit-params")), "-m", model, "-c", "256", "--hwkv-policy", "off", "-fitp", "on"]
     if n_gpu_layers is not None:
         command += ["-ngl", str(n_gpu_layers)]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("LLAMA_ARG_")} | {"GGML_NO_BACKTRACE": "1"}
@@ -120,7 +110,8 @@ def breakdown(log):
 def buffers(log):
     """The same of a process that did not end cleanly, from what its log says of each buffer: {buffer type: as above},
     to 0.01 MiB."""
-    parts, found = {"model": "model", "KV": "context", "RS": "context", "output": "context", "compute": "compute"}, {}
+    parts = {"model": "model", "KV": "context", "RS": "context", "output": "context", "compute": "compute"}
+    found: dict[str, dict[str, int]] = {}
     for name, part, mib in re.findall(rf"(\S+)\s+({'|'.join(parts)}) buffer size {SIZE}", log):
         sizes = found.setdefault(name, dict.fromkeys(("model", "context", "compute"), 0))
         sizes[parts[part]] += round(float(mib) * MIB)
@@ -171,7 +162,7 @@ def parse(log):
     """The figures in llama.cpp's log of a context being made, as `run` returns them."""
 
     def sums(pattern):
-        found = {}
+        found: dict[str, int] = {}
         for name, mib in re.findall(pattern, log):
             found[name] = found.get(name, 0) + round(float(mib) * MIB)
         return found

@@ -14,6 +14,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import psutil
 import requests
@@ -89,9 +90,10 @@ class LlamaServer:
             handle, log_path = tempfile.mkstemp(prefix="llama-server-", suffix=".log")
             os.close(handle)
         self.log_path = Path(log_path)
-        self.process = None
-        self.port = None
-        self._is_up, self._kept_log = False, None  # the text of a log that was removed
+        self.process: Any = None  # subprocess.Popen, once it is started
+        self.port: int | None = None
+        self._is_up = False
+        self._kept_log: str | None = None  # the text of a log that was removed
 
     def __enter__(self):
         self.start()
