@@ -6,7 +6,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import AfterValidator, ConfigDict, Field, PlainSerializer, PlainValidator, TypeAdapter, WithJsonSchema
+import numpy.typing as npt
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    GetPydanticSchema,
+    PlainSerializer,
+    PlainValidator,
+    TypeAdapter,
+    WithJsonSchema,
+)
 
 from ..base.atomic import replacing
 from ..base.formats import parse, parse_json
@@ -35,10 +45,14 @@ def _digits(table):
 
 # NumPy arrays in Python, lists in JSON
 Vector = Annotated[
-    list[Number], AfterValidator(lambda x: np.array(x, np.float64)), PlainSerializer(lambda x: x.tolist())
+    npt.NDArray[np.float64],
+    GetPydanticSchema(lambda _, handler: handler(list[Number])),
+    AfterValidator(lambda x: np.array(x, np.float64)),
+    PlainSerializer(lambda x: x.tolist()),
 ]
 Table = Annotated[
-    list[list[Number]],
+    npt.NDArray[np.float64],
+    GetPydanticSchema(lambda _, handler: handler(list[list[Number]])),
     AfterValidator(_table),
     PlainSerializer(lambda x: x.tolist()),
     Field(description="a table of numbers, one row per head and one column per window,"),
@@ -56,7 +70,8 @@ PolicyField = Annotated[
 
 def to_data(value) -> Any:
     """What stands in the file of a value."""
-    return _adapter(type(value)).dump_python(value)
+    kind: Any = type(value)
+    return _adapter(kind).dump_python(value)
 
 
 def write(path, value, indent=None) -> None:
@@ -86,5 +101,5 @@ def read(path, kind, check=None, advice=AGAIN) -> Any:
 
 
 @functools.cache
-def _adapter(kind):
+def _adapter(kind: Any) -> TypeAdapter:
     return TypeAdapter(kind)

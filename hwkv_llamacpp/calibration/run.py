@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetPydanticSchema, PlainSerializer
 
 from .. import __version__
 from ..base.formats import parse
@@ -83,7 +83,12 @@ class RunFile(BaseModel):
 
 
 # checked as a Distortion, kept as its dict
-DistortionField = Annotated[Distortion, AfterValidator(asdict), PlainSerializer(lambda x: x)]
+DistortionField = Annotated[
+    dict[str, Any],
+    GetPydanticSchema(lambda _, handler: handler(Distortion)),
+    AfterValidator(asdict),
+    PlainSerializer(lambda x: x),
+]
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def run(args):
     if geometry.refusal:
         output.console().print(f"no policy fits this model: {geometry.refusal}", markup=False)
     if geometry.layers:
-        groups = {}
+        groups: dict[tuple, list[int]] = {}
         for x in geometry.layers:
             what = "takes windows" if x.kind == "attention" else x.reason
             groups.setdefault((x.kind, x.n_head, x.n_head_kv, x.head_dim_k, x.head_dim_v, what), []).append(x.layer)

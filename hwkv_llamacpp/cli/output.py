@@ -15,7 +15,7 @@ MAX_ROWS = 512  # of a table, as many as a model has layers
 
 def console():
     # piped output keeps whole lines: nothing is cut to a terminal's width
-    return Console(highlight=False, **({} if sys.stdout.isatty() else {"width": 240}))
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 240)
 
 
 def table(*columns):
@@ -51,7 +51,7 @@ def window(window):
 
 def ranges(numbers):
     """0-4, 6: runs of consecutive numbers."""
-    runs = []
+    runs: list[list[int]] = []
     for n in numbers:
         if runs and runs[-1][1] == n - 1:
             runs[-1][1] = n

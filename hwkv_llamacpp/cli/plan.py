@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ..base import sizes
@@ -82,8 +83,8 @@ def run(args):
         print(f"no dry run ({why}); every number is a formula", file=sys.stderr)
     if args.gpu_layers and planner.dry and not native.has_gpu():
         print(
-            f"warning: -ngl {args.gpu_layers}: the build in use ({native.build_dir().name}) has no GPU, so all of it is planned for the "
-            "host, and --memory is the host's; ./build.sh --cuda or --vulkan makes one that has",
+            f"warning: -ngl {args.gpu_layers}: the build in use ({native.build_dir().name}) has no GPU, so all of it is"
+            " planned for the host, and --memory is the host's; ./build.sh --cuda or --vulkan makes one that has",
             file=sys.stderr,
         )
     geometry.warn_beyond(context.n_ctx, args.parallel)
@@ -105,7 +106,10 @@ def run(args):
             step = CELL_PAD * (1 if args.kv_unified else n_parallel)
             for name, arm in arms.items():
                 largest[n_parallel, name] = largest_context(
-                    lambda n: plan_at(n, arm, n_parallel), args.memory, step, geometry.n_ctx_train * n_parallel
+                    partial(plan_at, policy=arm, n_parallel=n_parallel),
+                    args.memory,
+                    step,
+                    geometry.n_ctx_train * n_parallel,
                 )
     if args.json:
         found = [
@@ -125,7 +129,7 @@ def run(args):
             )
         )
         return
-    console = Console(highlight=False, **({} if sys.stdout.isatty() else {"width": 200}))
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
     show(console, geometry, plans)
     if args.memory:
         show_largest(console, geometry, largest, args.memory, plans)
@@ -149,7 +153,7 @@ def show(console, geometry, plans):
         table.add_column(heading, justify="left" if heading in ("device", "") else "right")
     devices = list(dict.fromkeys(device for plan in plans.values() for device in plan.devices))
     for device in devices:
-        rows = {}  # (place among PARTS, line) -> cell of each plan
+        rows: dict[tuple[int, str], dict[int, int]] = {}  # (place among PARTS, line) -> cell of each plan
         for i, plan in enumerate(plans.values()):
             for part, n_bytes in plan.devices.get(device, {}).items():
                 place = PARTS.index(part) if part in PARTS else len(PARTS)
@@ -161,8 +165,9 @@ def show(console, geometry, plans):
                         rows.setdefault((place, f"KV, window {window}, {group.heads} KV heads, {cells}"), {})[i] = held
                 else:
                     rows.setdefault((place, part + (" (formula)" if part in plan.formulas else "")), {})[i] = n_bytes
-        for (_, line), cells in sorted(rows.items(), key=lambda row: row[0][0]):
-            table.add_row(device, line, *[f"{cells[i] / MIB:,.2f}" if i in cells else "" for i in range(len(plans))])
+        for (_, line), held_by in sorted(rows.items(), key=lambda row: row[0][0]):
+            shown = [f"{held_by[i] / MIB:,.2f}" if i in held_by else "" for i in range(len(plans))]
+            table.add_row(device, line, *shown)
     table.add_section()
     table.add_row(
         "total" + ("" if n_slots == 1 else ", all slots"),
@@ -183,7 +188,8 @@ def show(console, geometry, plans):
             soft_wrap=True,
         )
     console.print(
-        f"  the cache of earlier prompts, up to {PROMPT_CACHE_BYTES / MIB:,.0f} MiB (--cache-ram), and for a moment one prompt more",
+        f"  the cache of earlier prompts, up to {PROMPT_CACHE_BYTES / MIB:,.0f} MiB (--cache-ram), and for a moment one"
+        " prompt more",
         soft_wrap=True,
     )
     if any(plan.checkpoint_bytes and plan.checkpoint_bytes < HEAP_BYTES for plan in plans.values()):

@@ -18,8 +18,8 @@ MIB = 2**20
 
 def add_arguments(parser):
     parser.description = (
-        "A policy is a small JSON file: one row of windows for each layer it lists, one window per KV head, in tokens or"
-        ' "full". Layers that it does not list are full.'
+        "A policy is a small JSON file: one row of windows for each layer it lists, one window per KV head, in tokens"
+        ' or "full". Layers that it does not list are full.'
     )
     parser.epilog = (
         "example:\n  hwkv policy make uniform model.gguf --window 1024 -o policy.json\n"
@@ -206,21 +206,21 @@ def _made_by(provenance):
     budget = provenance.get("budget") if isinstance(provenance.get("budget"), dict) else provenance
     words = [str(provenance.get("method", "unknown"))]
     words += [f"{key} {provenance[key]}" for key in ("tau", "window", "pattern", "seed") if key in provenance]
-    for key, text in (("retention", "share of the cells"), ("budget_bytes", "bytes")):
+    for key, unit in (("retention", "share of the cells"), ("budget_bytes", "bytes")):
         if key in budget:
-            words.append(f"a budget of {budget[key]} ({text} at {budget.get('n_ctx', 'all')} tokens)")
+            words.append(f"a budget of {budget[key]} ({unit} at {budget.get('n_ctx', 'all')} tokens)")
     lines = [", ".join(words)]
     if "windows" in provenance:
         windows = provenance["windows"]
         lines.append(f"from windows of {', '.join(map(str, windows)) if isinstance(windows, list) else windows} tokens")
     if isinstance(trace := provenance.get("trace"), dict):
         text = trace.get("text")
-        text = (
+        source = (
             "the text that ships"
             if text == "default"
             else ", ".join(map(str, text))
             if isinstance(text, list)
             else text
         )
-        lines.append(f"on traces of {provenance.get('n_ctx')} tokens of {text}")
+        lines.append(f"on traces of {provenance.get('n_ctx')} tokens of {source}")
     return [("" if i else "made by", line) for i, line in enumerate(lines)]

@@ -149,7 +149,7 @@ class GGUFFile:
         self.version = version
         self.n_tensors, n_kv = self._unpack("QQ", 8)
 
-        self.fields = {}
+        self.fields: dict[str, Field] = {}
         self.kv_start = pos = 24
         for _ in range(n_kv):
             field = self._read_field(pos)

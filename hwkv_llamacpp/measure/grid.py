@@ -86,7 +86,7 @@ class Grid:
 
     def _make_arms(self, wanted, paths):
         folder = Path(self._folder.name)
-        policies = {}
+        policies: dict[str, tuple[Path, Policy]] = {}
         if "policy" in wanted:
             for path in paths:
                 name = as_text(path.stem)

@@ -23,7 +23,7 @@ from ..errors import HwkvError
 class MemoryGroup:
     """Where no control group can be made: an address-space limit, or nothing at all."""
 
-    kind = "address space"
+    kind: str | None = "address space"
 
     def __init__(self, limit_bytes=None):
         self.limit_bytes = limit_bytes

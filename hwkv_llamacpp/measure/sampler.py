@@ -22,10 +22,13 @@ class MemorySampler:
     def __init__(self, pid, gpus=None, interval_s=0.02):
         self.gpus = gpus
         self.interval_s = interval_s
-        self.rss_peak = self.rss_sampled_peak = self.rss_anon_peak = self.rss_file_peak = None
-        self.gpu_process_peak = None
+        self.rss_peak: int | None = None
+        self.rss_sampled_peak: int | None = None
+        self.rss_anon_peak: int | None = None
+        self.rss_file_peak: int | None = None
+        self.gpu_process_peak: int | None = None
         self.gpu_device_peak = list(gpus.before) if gpus else None
-        self.samples = []
+        self.samples: list[tuple[float, int]] = []
         self._pid = pid
         self._process = psutil.Process(pid)
         self._start = time.monotonic()
@@ -45,7 +48,7 @@ class MemorySampler:
 
     def sample(self):
         rss = self._sample_host()
-        if self.gpus:
+        if self.gpus and self.gpu_device_peak is not None:
             held = self.gpus.held_by(self._pid)
             self.gpu_process_peak = _most(self.gpu_process_peak, held)
             self.gpu_device_peak = [max(a, b) for a, b in zip(self.gpu_device_peak, self.gpus.used())]

@@ -121,7 +121,8 @@ def breakdown(log):
 def buffers(log):
     """The same of a process that did not end cleanly, from what its log says of each buffer: {buffer type: as above},
     to 0.01 MiB."""
-    parts, found = {"model": "model", "KV": "context", "RS": "context", "output": "context", "compute": "compute"}, {}
+    parts = {"model": "model", "KV": "context", "RS": "context", "output": "context", "compute": "compute"}
+    found: dict[str, dict[str, int]] = {}
     for name, part, mib in re.findall(rf"(\S+)\s+({'|'.join(parts)}) buffer size {SIZE}", log):
         sizes = found.setdefault(name, dict.fromkeys(("model", "context", "compute"), 0))
         sizes[parts[part]] += round(float(mib) * MIB)
@@ -172,7 +173,7 @@ def parse(log):
     """The figures in llama.cpp's log of a context being made, as `run` returns them."""
 
     def sums(pattern):
-        found = {}
+        found: dict[str, int] = {}
         for name, mib in re.findall(pattern, log):
             found[name] = found.get(name, 0) + round(float(mib) * MIB)
         return found

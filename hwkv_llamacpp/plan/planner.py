@@ -164,7 +164,7 @@ class Planner:
                 f"{self.model}: llama.cpp's dry run makes caches of {sum(found['caches']):,} bytes, the formula says "
                 f"{footprint.kv_bytes + sliding:,}: please report this"
             )
-        devices = {}
+        devices: dict[str, dict[str, int]] = {}
 
         def add(device, part, n_bytes):
             if n_bytes:
@@ -178,7 +178,7 @@ class Planner:
         at = {int(layer): device for layer, device in found["cache_devices"].items()}
         group_devices = []
         for group in footprint.groups:
-            by_device = {}
+            by_device: dict[str, int] = {}
             for layer, _, n_bytes in group.layers:
                 add(at[layer], "KV", n_bytes)
                 by_device[at[layer]] = by_device.get(at[layer], 0) + n_bytes

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from ..base.shape import LayerShape
 from ..errors import HwkvError
 
 CELL_PAD = 256
@@ -124,7 +125,7 @@ def predict(
     sharing = n_seq_max if unified else 1  # sequences in one ring
     n_sink = policy.n_sink if policy else 0
 
-    members = {}  # window -> [(layer, heads)]
+    members: dict[int | None, list[tuple[LayerShape, int]]] = {}  # window -> [(layer, heads)]
     for layer in geometry.configurable:
         row = [
             None if w is None or w + n_sink >= n_ctx_seq else w

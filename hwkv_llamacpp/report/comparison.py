@@ -10,6 +10,7 @@ from functools import cached_property
 
 from ..base import sizes
 from ..errors import HwkvError
+from ..measure.rows import ServerRow
 from ..plot import figures
 from ..policy.policy import Policy
 
@@ -57,7 +58,7 @@ class Table:
             table.add_column(escape(name), justify="left" if i == 0 else "right")
         for row in self.rows:
             table.add_row(*map(escape, row))  # a file's name may hold brackets
-        console = Console(highlight=False, **({} if sys.stdout.isatty() else {"width": 200}))
+        console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
         console.print(table)
         for note in self.notes:
             console.print(note, markup=False, soft_wrap=True)
@@ -118,11 +119,12 @@ class Section:
                     for r in self.rows
                     if r.arm == name and (self.view != "capacity" or r.step == "last success")
                 }
-                kept = ", ".join(f"{kept[n]:.1%} of the cells at {n:,} tokens" for n in sorted(kept))
+                shares = ", ".join(f"{kept[n]:.1%} of the cells at {n:,} tokens" for n in sorted(kept))
                 facts.append(
                     (
                         f"policy {name}",
-                        f"{policy.policy_fingerprint}, " + (f"keeps {kept}" if kept else "no boundary was measured"),
+                        f"{policy.policy_fingerprint}, "
+                        + (f"keeps {shares}" if shares else "no boundary was measured"),
                     )
                 )
         return facts
@@ -317,7 +319,7 @@ class Section:
 
     def figures(self):
         """[(title, SVG)]"""
-        drawn = []
+        drawn: list[tuple[str, str | None]] = []
         if self.view == "memory":
             drawn.append(("Peak memory against the context", figures.memory(self)))
         elif self.view == "throughput":
@@ -416,7 +418,7 @@ def make_sections(rows):
     """Sections in the order memory, throughput, capacity; rows of a run's preparation are left out. Of a case that was
     tried again, the last row counts. Policies that were measured under one file name get their fingerprints into their
     arms' names."""
-    sets = {}
+    sets: dict[tuple, list[ServerRow]] = {}
     for row in {row.key: row for row in rows}.values():
         if row.step != "process":
             if missing := [name for name in NEEDED if getattr(row, name) is None]:
@@ -433,12 +435,12 @@ def make_sections(rows):
             )
             sets.setdefault(key, []).append(row)
     for key, held in sets.items():
-        policies = {}
+        policies: dict[str, set[str | None]] = {}
         for row in held:
             policies.setdefault(row.arm, set()).add(row.policy_fingerprint)
         sets[key] = [
             row.model_copy(update={"arm": f"{row.arm} {row.policy_fingerprint[:8]}"})
-            if len(policies[row.arm]) > 1
+            if row.policy_fingerprint and len(policies[row.arm]) > 1
             else row
             for row in held
         ]

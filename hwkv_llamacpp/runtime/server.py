@@ -89,9 +89,10 @@ class LlamaServer:
             handle, log_path = tempfile.mkstemp(prefix="llama-server-", suffix=".log")
             os.close(handle)
         self.log_path = Path(log_path)
-        self.process = None
-        self.port = None
-        self._is_up, self._kept_log = False, None  # the text of a log that was removed
+        self.process: subprocess.Popen | None = None
+        self.port: int | None = None
+        self._is_up = False
+        self._kept_log: str | None = None  # the text of a log that was removed
 
     def __enter__(self):
         self.start()
@@ -127,6 +128,7 @@ class LlamaServer:
             raise
 
     def _wait_until_healthy(self):
+        assert self.process
         deadline = time.monotonic() + self.options.start_timeout_s
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
@@ -144,7 +146,7 @@ class LlamaServer:
             status = requests.get(f"{self.url}/health", timeout=5).status_code
         except requests.RequestException:
             return False
-        return status == 200 and self.process.poll() is None
+        return status == 200 and self.process is not None and self.process.poll() is None
 
     def stop(self):
         """Ends the process: asks first, kills after 10 s. Does nothing where it has ended."""
@@ -211,6 +213,7 @@ class LlamaServer:
 
     def _lost(self, path):
         """The error for a connection that broke."""
+        assert self.process
         try:
             self.process.wait(5)
         except subprocess.TimeoutExpired:
@@ -219,6 +222,7 @@ class LlamaServer:
 
     def _request(self, method, path, body, timeout, stream=False):
         """The reply, with status 200. It is the process's own: as long as that lives, nobody else has its port."""
+        assert self.process
         try:
             reply = requests.request(method, self.url + path, json=body, timeout=timeout, stream=stream)
         except requests.ConnectionError:
@@ -241,6 +245,7 @@ class LlamaServer:
     def memory(self):
         """Bytes resident now and at most so far, from /proc: {"rss_bytes", "rss_peak_bytes"}; None where there is no
         /proc."""
+        assert self.process
         try:
             status = Path(f"/proc/{self.process.pid}/status").read_text()
         except OSError:
