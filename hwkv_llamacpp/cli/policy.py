@@ -207,9 +207,9 @@ def _made_by(provenance):
     budget = provenance.get("budget") if isinstance(provenance.get("budget"), dict) else provenance
     words = [str(provenance.get("method", "unknown"))]
     words += [f"{key} {provenance[key]}" for key in ("tau", "window", "pattern", "seed") if key in provenance]
-    for key, text in (("retention", "share of the cells"), ("budget_bytes", "bytes")):
+    for key, unit in (("retention", "share of the cells"), ("budget_bytes", "bytes")):
         if key in budget:
-            words.append(f"a budget of {budget[key]} ({text} at {budget.get('n_ctx', 'all')} tokens)")
+            words.append(f"a budget of {budget[key]} ({unit} at {budget.get('n_ctx', 'all')} tokens)")
     lines = [", ".join(words)]
     if "windows" in provenance:
         windows = provenance["windows"]

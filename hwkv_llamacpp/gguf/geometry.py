@@ -10,6 +10,7 @@ import hashlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from ..base.names import show
 from ..errors import HwkvError
@@ -146,7 +147,9 @@ class Arch:
     swa: Period | str | None = None
     recurrent: Interval | str | None = None
     mla: bool = False  # reads the multi-head latent attention keys
-    n_layer_kv: int | str | None = None  # layers from this one on reuse earlier KV; "shared": told by the file
+    n_layer_kv: int | Literal["shared"] | None = (
+        None  # layers from this one on reuse earlier KV; "shared": told by the file
+    )
     alibi: bool | int | str = False  # True: always; a number: with that many layers; "key": told by the file
     loops: bool = False  # num_loops repeats the stack, each repeat with its own KV
     refusal: str | None = None  # why the whole model takes no policy
@@ -432,6 +435,8 @@ def _read_geometry(file):
     n_layer_kv = None if isinstance(arch.n_layer_kv, str) else arch.n_layer_kv
     if arch.n_layer_kv == "shared":
         n_layer_kv = n_all - keys.number("attention.shared_kv_layers", 0)
+    else:
+        n_layer_kv = arch.n_layer_kv
     if n_layer_kv is not None and n_layer_kv < 2:
         raise HwkvError(
             f"{file.path}: key '{architecture}.attention.shared_kv_layers' leaves {max(n_layer_kv, 0)} layers"

@@ -195,7 +195,7 @@ class _Case:
         finally:
             if self.sampler:
                 self.sampler.stop()
-                self._memory()
+                self._memory(self.sampler)
             self.server.stop()
             self._allocations()
             if not self.keep_log:
@@ -253,7 +253,8 @@ class _Case:
 
         def expire():
             self.timed_out_s = self.settings.timeout_s
-            self.server.process.kill()
+            if self.server.process:
+                self.server.process.kill()
 
         timer = threading.Timer(self.settings.timeout_s, expire)
         timer.start()
@@ -264,7 +265,7 @@ class _Case:
 
     def _failed(self, timed_out_s, error=None):
         server = self.server
-        if timed_out_s is None:
+        if timed_out_s is None and server.process:
             with contextlib.suppress(Exception):
                 server.process.wait(2)  # a connection breaks a moment before its process is gone
         found = ending.failed(server, self.pid, self.group.n_oom_kills(), timed_out_s, error, self.phase_start)
@@ -275,8 +276,8 @@ class _Case:
         )
         self.row.log_tail = [_without_folders(line[:300]) for line in server.log().splitlines()[-N_TAIL:]]
 
-    def _memory(self):
-        row, sampler = self.row, self.sampler
+    def _memory(self, sampler: MemorySampler) -> None:
+        row = self.row
         row.rss_peak_bytes, row.rss_sampled_peak_bytes = sampler.rss_peak, sampler.rss_sampled_peak
         row.rss_anon_peak_bytes, row.rss_file_peak_bytes = sampler.rss_anon_peak, sampler.rss_file_peak
         row.cgroup_peak_bytes = self.group.peak_bytes()

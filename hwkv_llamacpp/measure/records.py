@@ -3,8 +3,6 @@
 import json
 import os
 import sys
-from functools import reduce
-from operator import or_
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,18 +10,19 @@ from pydantic import BaseModel, Field
 
 from ..base import formats
 from ..errors import HwkvError
-from .rows import KINDS, ROWS, VERSION
+from . import rows
+from .rows import CHOICE, KINDS, VERSION
 
 BEGINNING = '{"kind": '
 
-AnyRow = Annotated[reduce(or_, ROWS), Field(discriminator="kind")]
+AnyRow = Annotated[rows.AnyRow, Field(discriminator="kind")]
 
 
 class _Head(BaseModel):
     """What tells how the rest of a row is to be read."""
 
-    version: Literal[VERSION] = VERSION
-    kind: Annotated[Literal[tuple(KINDS)], Field(description="one of " + ", ".join(KINDS))]
+    version: Literal[1] = VERSION
+    kind: Annotated[Literal[tuple(KINDS)], CHOICE]  # type: ignore[valid-type]  # the rows tell which
 
 
 def schema():

@@ -5,41 +5,46 @@ bytes, s and ms, tokens (n_*), ts (tokens per second). A value that was not meas
 """
 
 import json
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Final, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, with_config
+from pydantic_core import CoreSchema
 from typing_extensions import Required, TypedDict
 
-VERSION = 1
+VERSION: Final = 1
 
 
-def _one_of(literal):
-    """A choice that says in messages what there is to choose from."""
-    return Annotated[literal, Field(description="one of " + ", ".join(get_args(literal)))]
+class _Choice:
+    """Of a Literal: messages say what there is to choose from."""
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        schema = handler(core)
+        return {**schema, "description": "one of " + ", ".join(schema["enum"])}
+
+
+CHOICE = _Choice()
 
 
 Count = Annotated[int, Field(ge=0, description="an integer of 0 or more")]
 Bytes = Annotated[int, Field(description="a number of bytes")]  # differences may be negative
 Number = Annotated[float, Field(description="a number")]
 Share = Annotated[float, Field(ge=0, le=1, description="a number from 0 to 1")]
-Phase = _one_of(Literal["prefill", "decode"])
-Status = _one_of(Literal["ok", "out of memory", "timeout", "failed"])
+Phase = Annotated[Literal["prefill", "decode"], CHOICE]
+Status = Annotated[Literal["ok", "out of memory", "timeout", "failed"], CHOICE]
 Text = str
 
 
+@with_config(ConfigDict(extra="forbid", strict=True))
 class Gpu(TypedDict):
     """A GPU of the machine."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
     name: Text
     memory_bytes: Count
 
 
+@with_config(ConfigDict(extra="forbid", strict=True))
 class Machine(TypedDict, total=False):
     """The machine, without its name."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
     system: Required[Text]  # such as "Linux x86_64"
     cpu: Text
@@ -75,10 +80,10 @@ class Row(BaseModel):
 class ServerRow(Row):
     """One fresh server, one request, and how both ended."""
 
-    kind: _one_of(Literal["grid", "capacity"])  # grid: memory and throughput
+    kind: Annotated[Literal["grid", "capacity"], CHOICE]  # grid: memory and throughput
     n_ctx: Annotated[int, Field(ge=1, description="an integer of 1 or more")]
     # of a search for the capacity; "process": a case before a run, part of no result
-    step: _one_of(Literal["search", "last success", "first failure", "process"]) | None = None
+    step: Annotated[Literal["search", "last success", "first failure", "process"], CHOICE] | None = None
 
     n_ctx_train: Count | None = None
     policy: Text | None = None  # file name
@@ -102,7 +107,8 @@ class ServerRow(Row):
 
     # how it ended
     status: Status = "failed"
-    phase: _one_of(Literal["start", "prefill", "decode", "end"]) | None = None  # the one that failed, or "end"
+    # the one that failed, or "end"
+    phase: Annotated[Literal["start", "prefill", "decode", "end"], CHOICE] | None = None
     cause: Text | None = None
     exit_code: int | None = None  # negative: minus the signal
     wall_s: Number | None = None
@@ -110,7 +116,7 @@ class ServerRow(Row):
 
     # memory, in bytes
     kv_bytes: Bytes | None = None  # allocated by the configurable layers
-    kv_bytes_source: _one_of(Literal["props", "log"]) | None = None  # exact, or to 0.01 MiB
+    kv_bytes_source: Annotated[Literal["props", "log"], CHOICE] | None = None  # exact, or to 0.01 MiB
     kv_other_bytes: Bytes | None = None  # allocated by the model's own sliding-window layers
     recurrent_bytes: Bytes | None = None
     # llama.cpp's own: {device: {model, context, compute}}, whole MiB as bytes; of a killed process what it had
@@ -288,6 +294,8 @@ class CalibrationRow(Row):
     retention_by_tau: dict[str, Share] | None = None
 
 
-ROWS = (ServerRow, OffRow, SpeedRow, SinksRow, InstructionsRow, FrontierRow, NeedleRow, CalibrationRow)
-# {kind: its model}
-KINDS = {kind: row for row in ROWS for kind in get_args(row.model_fields["kind"].annotation)}
+AnyRow = ServerRow | OffRow | SpeedRow | SinksRow | InstructionsRow | FrontierRow | NeedleRow | CalibrationRow
+ROWS: tuple[type[Row], ...] = get_args(AnyRow)
+KINDS: dict[str, type[Row]] = {  # {kind: its model}
+    kind: row for row in ROWS for kind in get_args(row.model_fields["kind"].annotation)
+}

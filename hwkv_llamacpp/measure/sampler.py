@@ -48,7 +48,7 @@ class MemorySampler:
 
     def sample(self):
         rss = self._sample_host()
-        if self.gpus:
+        if self.gpus and self.gpu_device_peak is not None:
             held = self.gpus.held_by(self._pid)
             self.gpu_process_peak = _most(self.gpu_process_peak, held)
             self.gpu_device_peak = [max(a, b) for a, b in zip(self.gpu_device_peak, self.gpus.used())]

@@ -129,6 +129,7 @@ class LlamaServer:
             raise
 
     def _wait_until_healthy(self):
+        assert self.process
         deadline = time.monotonic() + self.options.start_timeout_s
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
@@ -146,7 +147,7 @@ class LlamaServer:
             status = requests.get(f"{self.url}/health", timeout=5).status_code
         except requests.RequestException:
             return False
-        return status == 200 and self.process.poll() is None
+        return status == 200 and self.process is not None and self.process.poll() is None
 
     def stop(self):
         """Ends the process: asks first, kills after 10 s. Does nothing where it has ended."""
@@ -213,6 +214,7 @@ class LlamaServer:
 
     def _lost(self, path):
         """The error for a connection that broke."""
+        assert self.process
         try:
             self.process.wait(5)
         except subprocess.TimeoutExpired:
@@ -221,6 +223,7 @@ class LlamaServer:
 
     def _request(self, method, path, body, timeout, stream=False):
         """The reply, with status 200. It is the process's own: as long as that lives, nobody else has its port."""
+        assert self.process
         try:
             reply = requests.request(method, self.url + path, json=body, timeout=timeout, stream=stream)
         except requests.ConnectionError:
@@ -243,6 +246,7 @@ class LlamaServer:
     def memory(self):
         """Bytes resident now and at most so far, from /proc: {"rss_bytes", "rss_peak_bytes"}; None where there is no
         /proc."""
+        assert self.process
         try:
             status = Path(f"/proc/{self.process.pid}/status").read_text()
         except OSError:
