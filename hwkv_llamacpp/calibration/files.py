@@ -3,7 +3,7 @@
 import functools
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -43,25 +43,22 @@ def _digits(table):
     return [[float(f"{x:.7g}") for x in row] for row in table]
 
 
-# NumPy arrays in Python, lists in JSON; a type checker knows the arrays alone
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    Vector = npt.NDArray[np.float64]
-    Table = npt.NDArray[np.float64]
-    ShortTable = npt.NDArray[np.float64]
-else:
-    Vector = Annotated[
-        list[Number], AfterValidator(lambda x: np.array(x, np.float64)), PlainSerializer(lambda x: x.tolist())
-    ]
-    Table = Annotated[
-        list[list[Number]],
-        AfterValidator(_table),
-        PlainSerializer(lambda x: x.tolist()),
-        Field(description="a table of numbers, one row per head and one column per window,"),
-    ]
-    # with 7 significant digits, so that noise of the last bits does not change the text
-    ShortTable = Annotated[Table, PlainSerializer(_digits)]
+# NumPy arrays in Python, lists in JSON
+Vector = Annotated[
+    npt.NDArray[np.float64],
+    GetPydanticSchema(lambda _, handler: handler(list[Number])),
+    AfterValidator(lambda x: np.array(x, np.float64)),
+    PlainSerializer(lambda x: x.tolist()),
+]
+Table = Annotated[
+    npt.NDArray[np.float64],
+    GetPydanticSchema(lambda _, handler: handler(list[list[Number]])),
+    AfterValidator(_table),
+    PlainSerializer(lambda x: x.tolist()),
+    Field(description="a table of numbers, one row per head and one column per window,"),
+]
+# with 7 significant digits, so that noise of the last bits does not change the text
+ShortTable = Annotated[Table, PlainSerializer(_digits)]
 
 PolicyField = Annotated[
     Policy,

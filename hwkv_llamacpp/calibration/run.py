@@ -4,7 +4,7 @@ import importlib.metadata
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetPydanticSchema, PlainSerializer
@@ -83,10 +83,12 @@ class RunFile(BaseModel):
 
 
 # checked as a Distortion, kept as its dict
-if TYPE_CHECKING:
-    DistortionField = dict[str, Any]
-else:
-    DistortionField = Annotated[Distortion, AfterValidator(asdict), PlainSerializer(lambda x: x)]
+DistortionField = Annotated[
+    dict[str, Any],
+    GetPydanticSchema(lambda _, handler: handler(Distortion)),
+    AfterValidator(asdict),
+    PlainSerializer(lambda x: x),
+]
 
 
 @dataclass(frozen=True)

@@ -91,9 +91,8 @@ class ModelGeometry:
         """Says on stderr if n_ctx tokens for n_parallel slots are more than the model was trained for."""
         if n_ctx > self.n_ctx_train * n_parallel:
             print(
-                f"warning: the context of {n_ctx} tokens is larger than the model was trained for "
-                f"({self.n_ctx_train}): "
-                "llama-server would cap its slots",
+                f"warning: the context of {n_ctx} tokens is larger than the model was trained for ({self.n_ctx_train}):"
+                " llama-server would cap its slots",
                 file=sys.stderr,
             )
 
@@ -147,9 +146,8 @@ class Arch:
     swa: Period | str | None = None
     recurrent: Interval | str | None = None
     mla: bool = False  # reads the multi-head latent attention keys
-    n_layer_kv: int | Literal["shared"] | None = (
-        None  # layers from this one on reuse earlier KV; "shared": told by the file
-    )
+    # layers from this one on reuse earlier KV; "shared": told by the file
+    n_layer_kv: int | Literal["shared"] | None = None
     alibi: bool | int | str = False  # True: always; a number: with that many layers; "key": told by the file
     loops: bool = False  # num_loops repeats the stack, each repeat with its own KV
     refusal: str | None = None  # why the whole model takes no policy
@@ -432,7 +430,6 @@ def _read_geometry(file):
         n_layer = n_all - n_nextn
     n_main = n_layer or n_all  # a file of next-token-prediction blocks only attends to them
 
-    n_layer_kv = None if isinstance(arch.n_layer_kv, str) else arch.n_layer_kv
     if arch.n_layer_kv == "shared":
         n_layer_kv = n_all - keys.number("attention.shared_kv_layers", 0)
     else:

@@ -19,7 +19,7 @@ MAX_KEPT = 200
 class MemorySampler:
     """Samples process `pid` every interval_s in a thread, until stop(). All figures are bytes."""
 
-    def __init__(self, pid: int, gpus: "Gpus | None" = None, interval_s: float = 0.02) -> None:
+    def __init__(self, pid, gpus=None, interval_s=0.02):
         self.gpus = gpus
         self.interval_s = interval_s
         self.rss_peak: int | None = None
@@ -27,8 +27,8 @@ class MemorySampler:
         self.rss_anon_peak: int | None = None
         self.rss_file_peak: int | None = None
         self.gpu_process_peak: int | None = None
-        self.gpu_device_peak: list[int] = list(gpus.before) if gpus else []
-        self.samples: list[tuple[float, int]] = []  # (seconds, bytes)
+        self.gpu_device_peak = list(gpus.before) if gpus else None
+        self.samples: list[tuple[float, int]] = []
         self._pid = pid
         self._process = psutil.Process(pid)
         self._start = time.monotonic()

@@ -14,7 +14,6 @@ import tempfile
 import time
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 import psutil
 import requests
@@ -90,7 +89,7 @@ class LlamaServer:
             handle, log_path = tempfile.mkstemp(prefix="llama-server-", suffix=".log")
             os.close(handle)
         self.log_path = Path(log_path)
-        self.process: Any = None  # subprocess.Popen, once it is started
+        self.process: subprocess.Popen | None = None
         self.port: int | None = None
         self._is_up = False
         self._kept_log: str | None = None  # the text of a log that was removed
