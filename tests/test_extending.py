@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -35,6 +36,13 @@ def hwkv_extended(tmp_path_factory):
         return subprocess.run(command, env=environment, text=True, capture_output=True, timeout=300)
 
     return run
+
+
+@pytest.mark.parametrize("name", ["pyproject.toml", "hwkv_even_odd.py"])
+def test_the_page_shows_this_package(name):
+    page = (PACKAGE.parents[2] / "docs" / "extending.md").read_text()
+    (shown,) = re.findall(rf"<!-- tests/data/even_odd/{re.escape(name)} -->\n```\w+\n(.*?)```\n", page, re.DOTALL)
+    assert shown == (PACKAGE / name).read_text()
 
 
 def test_help_has_the_method_and_its_options(hwkv_extended):
