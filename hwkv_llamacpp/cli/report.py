@@ -39,12 +39,12 @@ class _Schema(argparse.Action):
 
 
 def run(args):
-    rows = []
+    rows: list[ServerRow] = []
     for path in args.runs:
         found = records.read(path)
         if other := next((row.kind for row in found if not isinstance(row, ServerRow)), None):
             raise HwkvError(f"{path}: rows of the kind '{other}' have no report: the rows of hwkv bench expected")
-        rows += found
+        rows += [row for row in found if isinstance(row, ServerRow)]
     rows = list({row.key: row for row in rows}.values())  # the last of each case
     if not rows:
         raise HwkvError(f"{', '.join(map(str, args.runs))}: no rows")
