@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from ..base.atomic import check_target, replacing
 from ..errors import HwkvError
@@ -12,7 +13,7 @@ from ..report.page import csv, markdown, page
 from .output import print_json
 
 
-def add_arguments(parser):
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Tables and figures from the rows of hwkv bench: report.md, report.csv and report.html in one folder."
     )
@@ -33,12 +34,12 @@ def add_arguments(parser):
 class _Schema(argparse.Action):
     """Like --version: needs no other argument."""
 
-    def __call__(self, parser, *_):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         print_json(records.schema())
         parser.exit()
 
 
-def run(args):
+def run(args: argparse.Namespace) -> None:
     rows: list[ServerRow] = []
     for path in args.runs:
         found = records.read(path)
