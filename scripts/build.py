@@ -249,7 +249,8 @@ def pip(*args, goal, **environment):
             raise BuildError("the package index served an sdist whose hash is not the one pinned in native/UPSTREAM.")
         if re.search("connection (broken|error)|NewConnectionError|Max retries exceeded", done.stdout):
             raise BuildError(
-                f"pip could not {goal}: the package index cannot be reached (network, proxy, pip's configuration?); see {log}."
+                f"pip could not {goal}: the package index cannot be reached (network, proxy, pip's configuration?);"
+                f" see {log}."
             )
         reasons = [line[7:].rstrip(".") for line in done.stdout.splitlines() if line.startswith("ERROR: ")]
         raise BuildError(f"pip could not {goal} ({reasons[-1] if reasons else 'no reason given'}); see {log}.")
@@ -437,7 +438,10 @@ def find_compiler():
     command = shlex.split(os.environ.get("CXX", "")) or [
         next((c for c in ("c++", "g++", "clang++") if shutil.which(c)), "c++")
     ]
-    source = "#include <filesystem>\n#include <optional>\nint main() { if constexpr (sizeof(int) > 1) { return std::optional<int>(0).value(); } }\n"
+    source = (
+        "#include <filesystem>\n#include <optional>\n"
+        "int main() { if constexpr (sizeof(int) > 1) { return std::optional<int>(0).value(); } }\n"
+    )
     try:
         tried = subprocess.run(
             [*command, "-std=c++17", "-fsyntax-only", "-x", "c++", "-"], input=source, capture_output=True, text=True
@@ -447,7 +451,8 @@ def find_compiler():
         tried = None
     if tried is None or tried.returncode != 0:
         raise BuildError(
-            f"no C++17 compiler: {command[0]!r} is missing or too old; install g++ or clang (Debian: apt install g++), or set CXX."
+            f"no C++17 compiler: {command[0]!r} is missing or too old; install g++ or clang"
+            " (Debian: apt install g++), or set CXX."
         )
     return [shutil.which(command[0]), *command[1:], *version[:1]]
 
@@ -513,7 +518,8 @@ def cuda_arguments(arch):
         if not match or known and f"compute_{match[1]}" not in known:
             numbers = ", ".join(k.removeprefix("compute_") for k in known)
             raise BuildError(
-                f"--cuda-arch {name} is not an architecture that {nvcc} can build for{f' ({numbers})' if known else ''}."
+                f"--cuda-arch {name} is not an architecture that {nvcc} can build"
+                f" for{f' ({numbers})' if known else ''}."
             )
     archs = [name if "-" in name else f"{name}-real" for name in archs]
     arguments = [
