@@ -54,7 +54,7 @@ def test_no_policy_that_fits_loses_less(geometry, n_sink):
     """Against every policy there is."""
     rng = np.random.default_rng(n_sink)
     everything = [(policy.retention(N_CTX, geometry), policy) for policy in every_policy(geometry, n_sink)]
-    for trial in range(20):
+    for _ in range(20):
         losses, share = falling(rng, geometry), rng.uniform(0.1, 1)
         found = allocate(geometry, WINDOWS, losses, n_sink, Budget(N_CTX, share))
         assert found.retention(N_CTX, geometry) <= share
@@ -98,7 +98,8 @@ def test_budgets(geometry):
     assert {w for row in shortest.layers.values() for w in row} == {64}
     with pytest.raises(
         HwkvError,
-        match="not even a window of 64 tokens for every KV head fits: it is a retention of 0.03125 at 2,048 tokens, at most 0.03",
+        match="not even a window of 64 tokens for every KV head fits: it is a retention of 0.03125 at 2,048 tokens,"
+        " at most 0.03",
     ):
         allocate(geometry, WINDOWS, losses, 0, Budget(N_CTX, 0.03))
 

@@ -344,7 +344,8 @@ def toolkit(tmp_path):
     [
         (
             ["--cuda"],
-            "error: --cuda finds no GPU here: name the architecture to build for with --cuda-arch, such as --cuda-arch 90.\n",
+            "error: --cuda finds no GPU here: name the architecture to build for with --cuda-arch, such as --cuda-arch"
+            " 90.\n",
         ),
         (["--cuda", "--cuda-arch", "turbo"], "error: --cuda-arch turbo is not an architecture that "),
         (["--cuda", "--cuda-arch", "120"], "error: --cuda-arch 120 is not an architecture that "),

@@ -237,7 +237,10 @@ def test_show_says_how_it_was_made(hwkv, tmp_path, model):
 
 
 def test_a_context_beyond_the_trained_one_is_a_warning(hwkv, model, saved, tmp_path):
-    warning = "warning: the context of 65536 tokens is larger than the model was trained for (32768): llama-server would cap its slots\n"
+    warning = (
+        "warning: the context of 65536 tokens is larger than the model was trained for (32768): llama-server would cap"
+        " its slots\n"
+    )
     assert hwkv("policy", "check", model, saved, "-c", 65536)[::2] == (0, warning)
     assert hwkv("policy", "make", "uniform", model, "--retention", 0.5, "-c", 65536)[::2] == (0, warning)
     assert hwkv("policy", "check", model, saved, "-c", 32768)[2] == ""

@@ -135,7 +135,8 @@ def test_less_is_lost_than_with_thresholds(model, geometry, tmp_path):
     ours = LeastKL(budgets).calibrate(model, geometry, trace, tmp_path / "leastkl", settings, progress=False)
     for a, b in zip(theirs, ours, strict=True):
         print(
-            f"{a.label} keeps {a.retention[2048]:.3f}: KL {a.distortion['kl']:.4f}; leastkl keeps {b.retention[2048]:.3f}: KL {b.distortion['kl']:.4f}"
+            f"{a.label} keeps {a.retention[2048]:.3f}: KL {a.distortion['kl']:.4f}; leastkl keeps"
+            f" {b.retention[2048]:.3f}: KL {b.distortion['kl']:.4f}"
         )
         assert b.retention[2048] <= a.retention[2048]
     assert np.mean([np.log(b.distortion["kl"] / a.distortion["kl"]) for a, b in zip(theirs, ours)]) < np.log(0.5)

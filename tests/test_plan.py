@@ -403,8 +403,8 @@ def test_edited_chats_stay_within_the_lines_for_checkpoints_and_prompts(built, m
     one_prompt = max(n_bytes / n for n, n_bytes in states if n)  # is there before the oldest goes
     most = plan.total_bytes + 4 * n_checkpoints * plan.checkpoint_bytes + n_cache + one_prompt
     print(
-        f"peak {peak / 2**20:.1f} of {most / 2**20:.1f} MiB, {plan.total_bytes / 2**20:.1f} at the start; {made} checkpoints made, {dropped} dropped; "
-        f"cache of prompts up to {fullest / 2**20:.1f} MiB"
+        f"peak {peak / 2**20:.1f} of {most / 2**20:.1f} MiB, {plan.total_bytes / 2**20:.1f} at the start;"
+        f" {made} checkpoints made, {dropped} dropped; cache of prompts up to {fullest / 2**20:.1f} MiB"
     )
     assert 0.9 * n_cache < fullest <= n_cache
     assert made > 4 * n_checkpoints and dropped > 0

@@ -82,7 +82,8 @@ def test_none_fits_names_the_nearest(geometry, records):
     with pytest.raises(HwkvError) as caught:
         by_retention(records, geometry, 0.1, 1024)
     assert str(caught.value).startswith(
-        "no record fits the budget: the nearest, tau 0.9, is a retention of 0.125 at 1,024 tokens, at most 0.1 expected; lower"
+        "no record fits the budget: the nearest, tau 0.9, is a retention of 0.125 at 1,024 tokens, at most 0.1"
+        " expected; lower"
     )
 
 

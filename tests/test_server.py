@@ -181,7 +181,8 @@ def batch_noise(name, folder):
     noise = max(difference(answer, fresh(unpatched(options), prompt))[0] for _, prompt, answer in turns)
     masked_noise = max(prompt_noise(options, prompt) for _, prompt, _ in turns[:4])
     print(
-        f"noise of batch splits, {name}: {noise:.4f} in the unpatched build, {masked_noise:.4f} under the policy's masks"
+        f"noise of batch splits, {name}: {noise:.4f} in the unpatched build, {masked_noise:.4f} under the policy's"
+        " masks"
     )
     return max(noise, masked_noise)
 
@@ -420,7 +421,8 @@ def test_router_gives_each_model_its_policy(tmp_path):
     presets.write_text(
         f"version = 1\n[*]\nc = 2048\nub = 128\nnp = 1\nhwkv-policy = embedded\n"
         f"[own]\nmodel = {model}\n[file]\nmodel = {model}\nhwkv-policy = {policy}\n"
-        f"[env]\nmodel = {model}\nLLAMA_ARG_HWKV_POLICY = off\n[bad]\nmodel = {model}\nhwkv-policy = {tmp_path}/missing.json\n"
+        f"[env]\nmodel = {model}\nLLAMA_ARG_HWKV_POLICY = off\n"
+        f"[bad]\nmodel = {model}\nhwkv-policy = {tmp_path}/missing.json\n"
     )
     options = ServerOptions(model=None, fit=None, extra=("--models-preset", str(presets)))
     with LlamaServer(options) as server:

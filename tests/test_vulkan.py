@@ -128,7 +128,8 @@ def test_a_server_plans_allocates_answers_saves_and_restores(vulkan, options, tm
         restored = ask(server, more, id_slot=0)
         largest, parted_at, _ = difference(restored, ask(server, more, cache_prompt=False))
     print(
-        f"restored: read {restored.n_read} tokens; log-probabilities differ by {largest:.1e} from those of a prompt read anew"
+        f"restored: read {restored.n_read} tokens; log-probabilities differ by {largest:.1e} from those of a prompt"
+        " read anew"
     )
     assert restored.n_read <= 8 and parted_at is None and largest <= limit(noise)
 
