@@ -389,7 +389,7 @@ def test_window_ends_exactly(tmp_path, windows, n_sink, flash):
     with Runtime(path, Policy({0: windows}, n_sink), n_threads=1) as runtime:
         for chunk in (len(tokens), 1, 7, 16, 64):
 
-            def logits(ids):
+            def logits(ids, chunk=chunk):
                 with runtime.context(1024, 64, "f16", flash) as context:
                     assert max(group["cells"] for group in context.info()["groups"]) <= 512
                     return context.run(ids, positions, len(ids), chunk)

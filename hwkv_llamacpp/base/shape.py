@@ -44,6 +44,9 @@ class ModelShape(Protocol):
     def n_ctx_train(self) -> int: ...
 
     @property
+    def n_swa(self) -> int: ...
+
+    @property
     def layers(self) -> Sequence[LayerShape]: ...
 
     @property

@@ -2,6 +2,7 @@
 
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,14 +33,14 @@ Share = Annotated[float, Field(strict=True, ge=0, le=1, description="a number fr
 Text = Annotated[str, Field(strict=True)]
 
 
-def _table(rows):
+def _table(rows: list[list[float]]) -> npt.NDArray[np.float64]:
     """float64 [row, column]."""
     if len({len(row) for row in rows}) != 1:
         raise ValueError("rows of unequal length")
     return np.array(rows, np.float64)
 
 
-def _digits(table):
+def _digits(table: npt.NDArray[np.float64]) -> list[list[float]]:
     return [[float(f"{x:.7g}") for x in row] for row in table]
 
 
@@ -68,19 +69,19 @@ PolicyField = Annotated[
 ]
 
 
-def to_data(value) -> Any:
+def to_data(value: Any) -> Any:
     """What stands in the file of a value."""
     kind: Any = type(value)
     return _adapter(kind).dump_python(value)
 
 
-def write(path, value, indent=None) -> None:
+def write(path: str | Path, value: Any, indent: int | None = None) -> None:
     text = json.dumps(value if isinstance(value, dict) else to_data(value), indent=indent, ensure_ascii=False) + "\n"
     with replacing(path, overwrite=True) as file:
         file.write(text.encode())
 
 
-def read(path, kind, check=None, advice=AGAIN) -> Any:
+def read(path: str | Path, kind: Any, check: Callable[[Any], object] | None = None, advice: str = AGAIN) -> Any:
     """The value of a class that a file holds. check(value): HwkvError if it is not what is wanted here. HwkvError names
     the file, what is wrong with it, and what to do about it."""
     path = Path(path)

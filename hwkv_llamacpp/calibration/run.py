@@ -2,21 +2,30 @@
 
 import importlib.metadata
 import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetPydanticSchema, PlainSerializer
 
 from .. import __version__
 from ..base.formats import parse
+from ..base.shape import WindowRow
 from ..errors import HwkvError
+from ..gguf.geometry import Layer, ModelGeometry
+from ..policy.budget import Budget
 from ..policy.policy import Policy
+from ..runtime.context import Model
 from .distortion import Distortion, DistortionMeter
 from .files import KNOWN_KEYS, Count, Number, PolicyField, Share, Text, read, write
-from .layerwise import Layerwise
-from .trace import sample_positions
+from .layerwise import Layerwise, Outputs
+from .trace import Trace, sample_positions
+
+if TYPE_CHECKING:
+    from .method import Method
 
 # Squared error of the replayed attention output against the runtime's, relative to the output's energy. The runtime
 # sums V in half precision on some backends, and rounds Q to 8 bits for quantised K.
@@ -33,13 +42,13 @@ class Settings:
     n_queries: int = 128  # of each trace sequence
     seed: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not self.sinks or min(self.sinks) < 0:
             raise HwkvError(f"n_sink is {min(self.sinks, default='not given')}, 0 or more expected")
         if self.n_queries < 1:
             raise HwkvError(f"n_queries is {self.n_queries}, at least 1 expected")
 
-    def candidates(self, n_tokens, n_sink=0):
+    def candidates(self, n_tokens: int, n_sink: int = 0) -> list[int]:
         """The candidate windows for traces of n_tokens, ascending. Powers of two are less n_sink, so that window and
         sinks fill whole cell blocks."""
         if self.windows is None:
@@ -130,7 +139,7 @@ class Record:
         return f"sink{self.n_sink}-{re.sub(r'[^A-Za-z0-9.]', '', self.label)}"
 
 
-def check_model(geometry):
+def check_model(geometry: ModelGeometry) -> None:
     """HwkvError if no layer of the model can be calibrated."""
     if geometry.refusal:
         raise HwkvError(f"no policy fits a model of architecture {geometry.architecture}: {geometry.refusal}")
@@ -148,18 +157,18 @@ class CalibrationRun:
 
     def __init__(
         self,
-        method,
-        model,
-        geometry,
-        trace,
-        folder,
-        settings=Settings(),
+        method: "Method",
+        model: Model,
+        geometry: ModelGeometry,
+        trace: Trace,
+        folder: str | Path,
+        settings: Settings = Settings(),
         *,
-        lengths=(),
-        budget=None,
-        model_sha256=None,
-        progress=True,
-    ):
+        lengths: Iterable[int] = (),
+        budget: Budget | None = None,
+        model_sha256: str | None = None,
+        progress: bool = True,
+    ) -> None:
         """method: a Method. lengths: token counts at which retention is recorded, besides the trace's own."""
         check_model(geometry)
         self.model, self.geometry, self.trace = model, geometry, trace
@@ -173,7 +182,9 @@ class CalibrationRun:
         self.tolerance = TOLERANCE[{model.options.type_k, model.options.type_v} <= {"f32", "f16", "bf16"}]
         self._layerwise: Layerwise | None = None
         self._meter: DistortionMeter | None = None
-        self._measured = {}  # fingerprint of a policy -> Distortion: thresholds often choose alike
+        self._measured: dict[
+            str, Distortion
+        ] = {}  # fingerprint of a policy -> Distortion: thresholds often choose alike
         self.identity = {
             "method": method.name,
             "n_ctx": self.n_tokens,
@@ -195,10 +206,10 @@ class CalibrationRun:
         }
         self._open_folder()
 
-    def __enter__(self):
+    def __enter__(self) -> "CalibrationRun":
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -222,7 +233,7 @@ class CalibrationRun:
         """Of a method's own file about layers."""
         return self.folder / "layers" / name
 
-    def _open_folder(self):
+    def _open_folder(self) -> None:
         path = self.folder / "run.json"
         try:
             (self.folder / "layers").mkdir(parents=True, exist_ok=True)
@@ -240,15 +251,22 @@ class CalibrationRun:
                     f" now it is {self.identity.get(key)}; {ELSEWHERE}"
                 )
 
-    def record(self, rows, n_sink, setting, cost, name=None) -> Record:
+    def record(
+        self,
+        rows: Iterable[WindowRow],
+        n_sink: int,
+        setting: dict[str, Any],
+        cost: Callable[[], tuple[float | None, float]],
+        name: str | None = None,
+    ) -> Record:
         """The Record of a policy with these rows; measured now, or read where it was measured before.
 
         rows: windows of each configurable layer. setting: see Record. cost: a call that returns (mean score or None,
         seconds). name: of its file, less the sinks (default: the setting).
         """
-        rows = {layer.layer: row for layer, row in zip(self.layers, rows)}
+        by_layer = {layer.layer: tuple(row) for layer, row in zip(self.layers, rows)}
         provenance = {**self.identity, "windows": self.windows[n_sink], **setting}
-        policy = Policy(rows, n_sink, model=self.geometry.describe(), provenance=provenance)
+        policy = Policy(by_layer, n_sink, model=self.geometry.describe(), provenance=provenance)
         retention = {n: round(policy.retention(n, self.geometry), 6) for n in self.lengths}
         name = name or "-".join(f"{key}{value}" for key, value in setting.items())
         path = self.folder / "records" / f"sink{n_sink}-{name}.json"
@@ -268,7 +286,9 @@ class CalibrationRun:
         return record
 
 
-def check_replay(layer, expected, actual, tolerance):
+def check_replay(
+    layer: Layer, expected: npt.NDArray[np.float32], actual: npt.NDArray[np.float32], tolerance: float
+) -> None:
     """HwkvError if the attention output that was replayed is not the runtime's. Arrays of one shape."""
     error = float(((actual - expected) ** 2).sum(dtype=np.float64) / (expected**2).sum(dtype=np.float64))
     if not error <= tolerance:
@@ -278,7 +298,7 @@ def check_replay(layer, expected, actual, tolerance):
         )
 
 
-def chosen(outputs, row, windows):
+def chosen(outputs: Outputs, row: WindowRow, windows: Sequence[int]) -> npt.NDArray[np.float32]:
     """Attention output under a row of windows, all traces in one array [n_query, n_head, head_dim_v]. outputs: of
     Layerwise.replay()."""
     index = [len(windows) if w is None else windows.index(w) for w in row]

@@ -4,13 +4,18 @@
 The mean over the query heads of a GQA group, which share their KV head's window, is taken here and only here.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..base.formats import parse
 from ..errors import HwkvError
+from ..gguf.geometry import Layer
 from .files import KNOWN_KEYS, Count, ShortTable, to_data
+from .layerwise import Outputs
 
 EPS = 1e-6
 STATISTICS = {
@@ -20,7 +25,7 @@ STATISTICS = {
 }
 
 
-def stabilised_cosine(out, eps=EPS):
+def stabilised_cosine(out: npt.NDArray[np.floating], eps: float = EPS) -> npt.NDArray[np.float64]:
     """(<o_w, o_full> + eps) / (|o_w| |o_full| + eps), in float64: the score of SeqCalib (HeadWiseKV, arXiv 2609.02029).
 
     out: [n_window + 1, n_query, n_gqa, head_dim_v], as replay() returns it. Returns [n_query, n_gqa, n_window].
@@ -56,7 +61,7 @@ class LayerScores:
     head_p1: ShortTable
     head_p5: ShortTable
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         """HwkvError if an array has another shape than its neighbours."""
         for name in (*STATISTICS, *(f"head_{name}" for name in STATISTICS)):
             shape, like = getattr(self, name).shape, self.head_mean if name.startswith("head_") else self.mean
@@ -67,7 +72,7 @@ class LayerScores:
                 )
 
     @classmethod
-    def of(cls, layer, windows, n_sink, outputs):
+    def of(cls, layer: Layer, windows: Sequence[int], n_sink: int, outputs: Outputs) -> "LayerScores":
         """Of what a Layer's attention gives under each window. outputs: of Layerwise.replay(). HwkvError if it is no
         number anywhere."""
         cosines = [np.concatenate([stabilised_cosine(out) for out in traces]) for traces in outputs]
@@ -80,7 +85,9 @@ class LayerScores:
         return scores
 
     @classmethod
-    def from_cosines(cls, layer, windows, n_sink, cosines):
+    def from_cosines(
+        cls, layer: int, windows: Sequence[int], n_sink: int, cosines: Sequence[npt.NDArray[np.float64]]
+    ) -> "LayerScores":
         """cosines: one [n_query, n_gqa, n_window] per KV head, as stabilised_cosine() returns it. HwkvError if shapes
         differ."""
         windows = tuple(int(w) for w in windows)
@@ -102,20 +109,22 @@ class LayerScores:
             **{f"head_{name}": statistic(single) for name, statistic in STATISTICS.items()},
         )
 
-    def to_dict(self):
+    def to_dict(self) -> dict[str, Any]:
         """For JSON. Scores have 7 significant digits, so that noise of the last bits does not change the text."""
         return to_data(self)
 
     @classmethod
-    def from_dict(cls, data):
+    def from_dict(cls, data: Any) -> "LayerScores":
         """HwkvError if a key is missing, unknown or not what it should be."""
         return parse(cls, data, "scores")
 
-    def __eq__(self, other):
+    def __eq__(self, other: object) -> bool:
         return isinstance(other, LayerScores) and self.to_dict() == other.to_dict()
 
 
-def shortest_window(row_scores, windows, tau):
+def shortest_window(
+    row_scores: Sequence[float] | npt.NDArray[np.float64], windows: Sequence[int], tau: float
+) -> int | None:
     """The shortest window whose score is at least tau, or None, which is full. Scores need not grow with the window."""
     for score, window in zip(row_scores, windows, strict=True):
         if score >= tau:

@@ -39,7 +39,7 @@ class Sensitivity:
     error: Vector
     seconds: Number = 0.0  # that measuring took
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.kl.shape != self.error.shape:
             raise HwkvError(
                 f"kl and error have the shapes {self.kl.shape} and {self.error.shape}, one number per KV head expected"

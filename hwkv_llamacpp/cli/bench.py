@@ -19,7 +19,7 @@ KINDS = {
 }
 
 
-def add_arguments(parser):
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Measures fresh llama-server processes: upstream's, ours with full KV, ours under policies.\nEvery case is a "
         "row of a JSONL file that `hwkv report` reads; a run that was stopped goes on where it stopped."
@@ -120,7 +120,7 @@ def add_arguments(parser):
         add_context_arguments(command)
 
 
-def run(args):
+def run(args: argparse.Namespace) -> None:
     settings = Settings(
         args.model,
         args.n_predict,
@@ -150,7 +150,7 @@ def run(args):
         )
 
 
-def _arms(text):
+def _arms(text: str):
     names = text.split(",")
     for name in names:
         if name not in ARMS:

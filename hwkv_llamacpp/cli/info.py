@@ -1,5 +1,6 @@
 """`hwkv info`: geometry of a model, and the policy that it carries."""
 
+import argparse
 from pathlib import Path
 
 from ..gguf.embed import read_policy
@@ -10,7 +11,7 @@ from .arguments import json_flag
 MIB = 2**20
 
 
-def add_arguments(parser):
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Geometry of a model: which layers take windows, and what their KV costs. Reads only the header of the file, so"
         " it is as quick for 400 GB as for 1. Any shard of a split model will do."
@@ -20,7 +21,7 @@ def add_arguments(parser):
     json_flag(parser)
 
 
-def run(args):
+def run(args: argparse.Namespace) -> None:
     geometry = ModelGeometry.from_gguf(args.model)
     policy = read_policy(args.model)
     if args.json:

@@ -1,26 +1,34 @@
 """`hwkv plan`: what a server would take, by window and device, and the largest context that a memory size holds."""
 
+import argparse
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..base import sizes
 from ..base.names import clip, escaped, message
 from ..base.options import count
 from ..gguf.embed import chosen_policy
+from ..gguf.geometry import ModelGeometry
 from ..plan import dry_run, memory
-from ..plan.planner import HOST, MIB, PARTS, Planner, largest_context
+from ..plan.planner import HOST, MIB, PARTS, Plan, Planner, largest_context
 from ..policy.footprint import CELL_PAD
+from ..policy.policy import Policy
 from ..runtime import native
 from .arguments import add_context_arguments, policy_argument, policy_choice
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 HEAP_BYTES = 32 * MIB  # what is larger, glibc always maps by itself and gives back whole
 CHECKPOINTS, PROMPT_CACHE_BYTES = 32, 8192 * MIB  # llama-server's defaults for --ctx-checkpoints and --cache-ram
 
 
-def add_arguments(parser):
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Predicts what a server would take: KV by window and device, weights, states, compute buffers.\n"
         "With --memory, also the largest context that fits, for 1 to -np slots."
@@ -51,7 +59,7 @@ def add_arguments(parser):
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def run(args):
+def run(args: argparse.Namespace) -> None:
     from rich.console import Console
 
     planner = Planner(args.model, False if args.formulas else None)
@@ -90,7 +98,7 @@ def run(args):
     geometry.warn_beyond(context.n_ctx, args.parallel)
     draft = Planner(args.model_draft, planner.dry) if args.model_draft else None
 
-    def plan_at(n_ctx, policy, n_parallel):
+    def plan_at(n_ctx: int, policy: Policy | None, n_parallel: int) -> Plan:
         here = replace(context, n_ctx=n_ctx, n_parallel=n_parallel, policy=choice or "embedded" if policy else "off")
         plan = planner.plan(here, policy)
         return plan.with_draft(draft.plan(replace(here, model=str(draft.model), policy="off"))) if draft else plan
@@ -135,7 +143,7 @@ def run(args):
         show_largest(console, geometry, largest, args.memory, plans)
 
 
-def show(console, geometry, plans):
+def show(console: "Console", geometry: ModelGeometry, plans: Mapping[str, Plan]) -> None:
     """The table of bytes, and what is not in it."""
     first = next(iter(plans.values()))
     n_slots = first.context.n_parallel
@@ -198,7 +206,13 @@ def show(console, geometry, plans):
         )
 
 
-def show_largest(console, geometry, largest, limits, plans):
+def show_largest(
+    console: "Console",
+    geometry: ModelGeometry,
+    largest: Mapping[tuple[int, str], tuple[int, Plan] | None],
+    limits: Sequence[int],
+    plans: Mapping[str, Plan],
+) -> None:
     """The table of largest contexts: a row for each number of slots."""
     unknown = next(iter(plans.values())).unknown
     table = _table(f"largest context in {', '.join(map(sizes.show, limits))}{', at most' if unknown else ''}")
@@ -211,7 +225,8 @@ def show_largest(console, geometry, largest, limits, plans):
         at_most |= any(x and x[0] >= trained for x in found)
         cells = [f"{x[0]:,}" + (" *" if x[0] >= trained else "") if x else "none" for x in found]
         if len(found) > 1:
-            cells.append(f"{found[1][0] / found[0][0]:.3f}" if all(found) else "")
+            full, policy = found
+            cells.append(f"{policy[0] / full[0]:.3f}" if full and policy else "")
         table.add_row(str(n_parallel), *cells)
     console.print(table)
     if unknown:
@@ -230,5 +245,5 @@ def _table(title):
     return Table(title=Text(title), box=box.SIMPLE_HEAD, pad_edge=False)
 
 
-def _same_device(name, device):
+def _same_device(name: str, device: str) -> bool:
     return name == device or device == "host" and name in HOST

@@ -1,11 +1,14 @@
 """`hwkv policy make|show|check|schema`: policies by hand and baselines; as a table; does it fit; the file format."""
 
+import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from ..base import options
 from ..base.formats import schema
 from ..base.names import clip, escaped
+from ..base.shape import WindowRow
 from ..baselines.baseline import baselines
 from ..gguf.geometry import ModelGeometry
 from ..policy.footprint import predict
@@ -16,7 +19,7 @@ from .arguments import HelpFormatter, check_order, force_flag, json_flag, output
 MIB = 2**20
 
 
-def add_arguments(parser):
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "A policy is a small JSON file: one row of windows for each layer it lists, one window per KV head, in "
         "tokens or"
@@ -80,11 +83,11 @@ def add_arguments(parser):
     form.set_defaults(run=run_schema)
 
 
-def run_schema(args):
+def run_schema(args: argparse.Namespace) -> None:
     print(json.dumps(schema(PolicyFile), indent=2))
 
 
-def run_make(args):
+def run_make(args: argparse.Namespace) -> None:
     geometry = ModelGeometry.from_gguf(args.model)
     policy = args.baseline.make(geometry, args)
     output.write_policy(args, policy)
@@ -93,7 +96,7 @@ def run_make(args):
         print(f"it keeps {policy.retention(n, geometry):.1%} of the KV cells at {n:,} tokens, the trained context")
 
 
-def run_show(args):
+def run_show(args: argparse.Namespace) -> None:
     policy = Policy.load(args.policy)
     geometry = None
     if args.model:
@@ -149,7 +152,7 @@ def run_show(args):
         output.console().print(table)
 
 
-def _windows(row, width):
+def _windows(row: WindowRow, width: int) -> str:
     first, n_more, last = output.ends(row)
     words = [f"{output.window(w):>{width}}" for w in first]
     if n_more:
@@ -157,7 +160,7 @@ def _windows(row, width):
     return "  ".join(words + [f"{output.window(w):>{width}}" for w in last])
 
 
-def run_check(args):
+def run_check(args: argparse.Namespace) -> None:
     check_order(args)
     geometry = ModelGeometry.from_gguf(args.model)
     policy = Policy.load(args.policy)
@@ -199,12 +202,14 @@ def run_check(args):
         output.console().print(table)
 
 
-def _made_by(provenance):
+def _made_by(provenance: dict[str, Any] | None) -> list[tuple[str, str]]:
     """[("made by", line)] of what matters most in a provenance, which may be any JSON object; all of it is in
     --json."""
     if not provenance:
         return []
-    budget = provenance.get("budget") if isinstance(provenance.get("budget"), dict) else provenance
+    budget = provenance.get("budget")
+    if not isinstance(budget, dict):
+        budget = provenance
     words = [str(provenance.get("method", "unknown"))]
     words += [f"{key} {provenance[key]}" for key in ("tau", "window", "pattern", "seed") if key in provenance]
     for key, unit in (("retention", "share of the cells"), ("budget_bytes", "bytes")):

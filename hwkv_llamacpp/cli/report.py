@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from ..base.atomic import check_target, replacing
 from ..errors import HwkvError
@@ -12,7 +13,7 @@ from ..report.page import csv, markdown, page
 from .output import print_json
 
 
-def add_arguments(parser):
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Tables and figures from the rows of hwkv bench: report.md, report.csv and report.html in one folder."
     )
@@ -33,18 +34,18 @@ def add_arguments(parser):
 class _Schema(argparse.Action):
     """Like --version: needs no other argument."""
 
-    def __call__(self, parser, *_):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         print_json(records.schema())
         parser.exit()
 
 
-def run(args):
-    rows = []
+def run(args: argparse.Namespace) -> None:
+    rows: list[ServerRow] = []
     for path in args.runs:
         found = records.read(path)
         if other := next((row.kind for row in found if not isinstance(row, ServerRow)), None):
             raise HwkvError(f"{path}: rows of the kind '{other}' have no report: the rows of hwkv bench expected")
-        rows += found
+        rows += [row for row in found if isinstance(row, ServerRow)]
     rows = list({row.key: row for row in rows}.values())  # the last of each case
     if not rows:
         raise HwkvError(f"{', '.join(map(str, args.runs))}: no rows")

@@ -1,7 +1,10 @@
 """`hwkv serve`: says what the policy does, then becomes the real llama-server."""
 
+import argparse
 import os
 import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from ..base import options
 from ..base.names import message
@@ -14,7 +17,7 @@ from ..runtime import native
 from .arguments import policy_argument, policy_choice
 
 
-def add_arguments(parser):
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Runs llama-server of the native build on a model. Everything after -- goes to llama-server as it is; "
         "stop it with Ctrl-C. It gets one slot (-np 1), where llama-server alone would make four, unless -np or "
@@ -28,7 +31,7 @@ def add_arguments(parser):
     # argparse hands no words to a positional once an option came between: cut at the -- here
     parse = parser.parse_known_args
 
-    def parse_before_dashes(words, namespace=None):
+    def parse_before_dashes(words: list[str], namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
         at = words.index("--") if "--" in words else len(words)
         namespace, unknown = parse(words[:at], namespace)
         if unknown:
@@ -36,10 +39,10 @@ def add_arguments(parser):
         namespace.flags = words[at + 1 :]
         return namespace, unknown
 
-    parser.parse_known_args = parse_before_dashes
+    parser.parse_known_args = parse_before_dashes  # type: ignore[assignment,method-assign]
 
 
-def run(args):
+def run(args: argparse.Namespace) -> NoReturn:
     """Does not return: the process becomes llama-server."""
     given = {word.split("=")[0] for word in args.flags}
     if "--hwkv-policy" in given:
@@ -58,7 +61,7 @@ def run(args):
     os.execv(program, [str(program), "-m", args.model, "--hwkv-policy", choice or "embedded", *slots, *args.flags])
 
 
-def describe(model, choice):
+def describe(model: str, choice: str | None) -> str:
     """One line on the policy that `choice` means for a model, as `chosen_policy` takes it."""
     policy = chosen_policy(model, choice)
     if policy is None:
@@ -66,7 +69,7 @@ def describe(model, choice):
     return f"policy {policy.summary(ModelGeometry.from_gguf(model))}"
 
 
-def beyond_this_machine(model, choice, flags):
+def beyond_this_machine(model: str, choice: str | None, flags: Sequence[str]) -> str | None:
     """One sentence if the context that llama-server's flags and environment ask for cannot be held here, else None.
 
     What the sentence gives is the least: of one slot and the smallest rings. Devices of other machines are not known
@@ -89,7 +92,7 @@ def beyond_this_machine(model, choice, flags):
     return memory.beyond(f"-c {n_ctx} on {model}", footprint)
 
 
-def _given(flags, names, variable, default):
+def _given(flags: Sequence[str], names: Sequence[str], variable: str, default: str) -> str:
     """What llama-server takes: the last such flag, else the environment's."""
     values = [value for name, value in zip(flags, flags[1:]) if name in names]
     return values[-1] if values else os.environ.get(variable, default)

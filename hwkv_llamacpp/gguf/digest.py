@@ -10,7 +10,7 @@ from .file import open_first_shard
 
 
 @functools.cache
-def of_model(path, progress=False):
+def of_model(path: str | Path, progress: bool = False) -> str:
     """64 hex digits. progress: a bar, if it takes more than two seconds."""
     found = hashlib.sha256()
     paths = shards(path)
@@ -30,7 +30,7 @@ def of_model(path, progress=False):
     return found.hexdigest()
 
 
-def shards(path):
+def shards(path: str | Path) -> list[Path]:
     """Paths of all files of a model."""
     file, paths = open_first_shard(path)
     with file:

@@ -10,7 +10,7 @@ import os
 import struct
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, BinaryIO, Literal
 
 from gguf.constants import GGUFValueType
 from pydantic import BaseModel, ConfigDict, Field
@@ -21,6 +21,7 @@ from ..base.formats import MAX_DEPTH, parse, parse_json, show, to_line
 from ..errors import HwkvError
 from ..policy.policy import CARRIERS, MAX_WINDOW, VERSION, Number, Policy, PolicyModel, Tokens, Version, check_size
 from .file import MAGIC, SHARD_NAME, GGUFFile, open_first_shard, shard_name
+from .file import Field as KeyField
 from .geometry import ModelGeometry
 
 # The same names stand in native/src/llama-hwkv-policy.cpp; a test compares them. We write the types that are named
@@ -43,7 +44,15 @@ CHUNK_BYTES = 64 * 2**20
 PROGRESS_BYTES = 512 * 2**20  # files below are copied too fast for a progress bar
 
 
-def embed(model_path, policy, out_path, *, force=False, link_shards=False, progress=False):
+def embed(
+    model_path: str | Path,
+    policy: Policy,
+    out_path: str | Path,
+    *,
+    force: bool = False,
+    link_shards: bool = False,
+    progress: bool = False,
+) -> list[Path]:
     """Writes a copy of a model with the policy embedded. Returns the paths written.
 
     A policy that the source has embedded already is replaced. Of a split model any shard
@@ -87,6 +96,7 @@ def embed(model_path, policy, out_path, *, force=False, link_shards=False, progr
         )
         with replacing_together(force) as add:
             out = add(targets[0])
+            assert out is not None  # nothing to link to was given
             _write_with_policy(first, _encode(policy, geometry), out, bar)
             _check_written(out, first, policy)
             for shard, target in zip(others, targets[1:]):
@@ -96,14 +106,14 @@ def embed(model_path, policy, out_path, *, force=False, link_shards=False, progr
     return targets
 
 
-def read_policy(path):
+def read_policy(path: str | Path) -> Policy | None:
     """The policy embedded in a GGUF file (or split model), or None. HwkvError if its keys are damaged."""
     file, _ = open_first_shard(path)
     with file:
         return _decode(file)
 
 
-def _carried_policy(path):
+def _carried_policy(path: str | Path) -> Policy:
     policy = read_policy(path)
     if policy is None:
         raise HwkvError(f"{path}: has no embedded policy")
@@ -113,7 +123,7 @@ def _carried_policy(path):
 CARRIERS[MAGIC] = _carried_policy  # for Policy.load
 
 
-def chosen_policy(model, choice=None):
+def chosen_policy(model: str | Path, choice: str | Path | None = None) -> Policy | None:
     """The Policy that a model is to be served with, checked, or None for full KV.
 
     choice: a policy file, "embedded" for the model's own, "off", or None for the model's own if it has one.
@@ -122,14 +132,16 @@ def chosen_policy(model, choice=None):
     geometry = ModelGeometry.from_gguf(model)
     if choice == "off":
         return None
-    own = choice in (None, "embedded")
-    policy = (_carried_policy(model) if choice else read_policy(model)) if own else Policy.load(choice)
+    if choice is None:
+        policy = read_policy(model)
+    else:
+        policy = _carried_policy(model) if choice == "embedded" else Policy.load(choice)
     if policy is not None:
-        policy.check(geometry, model if own else choice)
+        policy.check(geometry, model if choice in (None, "embedded") else choice)
     return policy
 
 
-def has_policy(file):
+def has_policy(file: GGUFFile) -> bool:
     """True if an open GGUFFile has a key of a policy: without the others it is a damaged one."""
     return any(key in file.fields for key in KEYS)
 
@@ -151,7 +163,7 @@ class PolicyKeys(BaseModel):
     windows: list[WindowNumber]
 
 
-def _encode(policy, geometry):
+def _encode(policy: Policy, geometry: ModelGeometry) -> list[bytes]:
     """The keys of a policy, as (key, bytes) in the order they are written."""
     rows = policy.layers.values()
     windows = [FULL_WINDOW if w is None else w for row in rows for w in row]
@@ -170,7 +182,7 @@ def _encode(policy, geometry):
     return keys
 
 
-def _decode(file):
+def _decode(file: GGUFFile) -> Policy | None:
     if not has_policy(file):
         return None
     numbers = parse(PolicyKeys, _numbers(file), file.path)
@@ -193,7 +205,7 @@ def _decode(file):
     return Policy(rows, numbers.n_sink, model, _read_object(file, KEY_PROVENANCE))
 
 
-def _numbers(file):
+def _numbers(file: GGUFFile) -> dict[str, Any]:
     """{key: value} of the keys that are there."""
     values = {}
     for key in (KEY_VERSION, KEY_N_SINK, KEY_LAYERS, KEY_HEAD_COUNTS, KEY_WINDOWS):
@@ -205,7 +217,7 @@ def _numbers(file):
     return values
 
 
-def _read_object(file, key):
+def _read_object(file: GGUFFile, key: str) -> dict[str, Any] | None:
     """The JSON object that is the text of a key, or None."""
     field = file.fields.get(key)
     if field is None:
@@ -225,29 +237,29 @@ def _read_object(file, key):
     return value
 
 
-def _scalar(key, value):
+def _scalar(key: str, value: int) -> bytes:
     return _key(key, GGUFValueType.UINT32) + struct.pack("<I", value)
 
 
-def _array(key, values):
+def _array(key: str, values: list[int]) -> bytes:
     return _key(key, GGUFValueType.ARRAY) + struct.pack(f"<IQ{len(values)}i", GGUFValueType.INT32, len(values), *values)
 
 
-def _object(key, value):
+def _object(key: str, value: Any) -> bytes:
     text = to_line(value)
     check_size(len(text.encode()), f"policy: key '{key}'")
     return _text(key, text)
 
 
-def _text(key, value):
+def _text(key: str, value: str) -> bytes:
     return _key(key, GGUFValueType.STRING) + _string(value)
 
 
-def _key(key, type_):
+def _key(key: str, type_: GGUFValueType) -> bytes:
     return _string(key) + struct.pack("<I", type_)
 
 
-def _string(text):
+def _string(text: str) -> bytes:
     data = text.encode()
     return struct.pack("<Q", len(data)) + data
 
@@ -255,7 +267,7 @@ def _string(text):
 # files
 
 
-def _write_with_policy(source, added, out, bar):
+def _write_with_policy(source: GGUFFile, added: list[bytes], out: BinaryIO, bar: tqdm) -> None:
     kept = _kept(source)
     header = [MAGIC, struct.pack("<IQQ", source.version, source.n_tensors, len(kept) + len(added))]
     header += [source.raw(field.start, field.end) for field in kept]
@@ -272,7 +284,7 @@ def _write_with_policy(source, added, out, bar):
         _copy_bytes(source, source.data_start, source.size, out, bar)
 
 
-def _check_written(out, source, policy):
+def _check_written(out: BinaryIO, source: GGUFFile, policy: Policy) -> None:
     """Reads the new header back: what a crash of ours would damage must not reach the target's name."""
     out.flush()
     with GGUFFile(out.name) as written:
@@ -287,11 +299,11 @@ def _check_written(out, source, policy):
         raise HwkvError(f"{source.path}: the copy did not come out equal; nothing was written")
 
 
-def _kept(file):
+def _kept(file: GGUFFile) -> list[KeyField]:
     return [field for field in file.fields.values() if not field.key.startswith(PREFIX)]
 
 
-def _copy_bytes(source, start, end, out, bar):
+def _copy_bytes(source: GGUFFile, start: int, end: int, out: BinaryIO, bar: tqdm) -> None:
     """Copies the bytes [start, end) of an open GGUFFile's file to the end of `out`, in the kernel where it can."""
     out.flush()
     with open(source.path, "rb", buffering=0) as file:
@@ -322,7 +334,7 @@ def _copy_bytes(source, start, end, out, bar):
         out.seek(0, os.SEEK_END)
 
 
-def _target_paths(path, n_shards):
+def _target_paths(path: Path, n_shards: int) -> list[Path]:
     if n_shards == 1:
         return [path]
     match = SHARD_NAME.match(path.name)
@@ -335,7 +347,7 @@ def _target_paths(path, n_shards):
     return [path.with_name(shard_name(prefix, no, n_shards)) for no in range(n_shards)]
 
 
-def _refuse_same(source, target):
+def _refuse_same(source: Path, target: Path) -> None:
     try:
         same = os.path.samefile(source, target)
     except OSError:

@@ -13,6 +13,7 @@ import struct
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
 
@@ -53,7 +54,7 @@ class Field:
     end: int
 
     @property
-    def is_array(self):
+    def is_array(self) -> bool:
         return self.type == GGUFValueType.ARRAY
 
 
@@ -65,7 +66,7 @@ class TensorInfo:
     offset: int  # bytes from the start of the tensor data
 
     @property
-    def n_bytes(self):
+    def n_bytes(self) -> int:
         """Size of the data, or 0 for a tensor type that the installed gguf package does not know."""
         try:
             block, size = GGML_QUANT_SIZES[GGMLQuantizationType(self.type)]
@@ -84,7 +85,7 @@ class GGUFFile:
     tensor data [data_start, size), where data_start is infos_end padded to the alignment.
     """
 
-    def __init__(self, path):
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         try:
             with open(self.path, "rb") as file:
@@ -104,18 +105,18 @@ class GGUFFile:
             self.close()
             raise
 
-    def close(self):
+    def close(self) -> None:
         self._map.close()
 
-    def __enter__(self):
+    def __enter__(self) -> "GGUFFile":
         return self
 
-    def __exit__(self, *exc):
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     # reading values
 
-    def get(self, key, default=None):
+    def get(self, key: str, default: Any = None) -> Any:
         """The value of a key: int, float, bool, str, or a list of those."""
         field = self.fields.get(key)
         if field is None:
@@ -130,13 +131,13 @@ class GGUFFile:
             items.append(item)
         return items
 
-    def raw(self, start, end):
+    def raw(self, start: int, end: int) -> bytes:
         """The bytes [start, end) of the header, unchanged."""
         return self._map[start:end]
 
     # walking the header
 
-    def _read_header(self):
+    def _read_header(self) -> None:
         if self._map[:4] != MAGIC:
             raise HwkvError(f"{self.path}: not a GGUF file: it starts with {self._map[:4]!r}, not {MAGIC!r}")
         (version,) = self._unpack("I", 4)
@@ -181,7 +182,7 @@ class GGUFFile:
             if self.has_data and need > self.size:
                 raise self._truncated(f"its tensors need {need:,} bytes")
 
-    def _alignment(self):
+    def _alignment(self) -> int:
         """As llama.cpp takes it: any power of two, but in a u32."""
         field, value = self.fields.get("general.alignment"), self.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
         if field is not None and (field.type != GGUFValueType.UINT32 or value < 1 or value & (value - 1)):
@@ -191,7 +192,7 @@ class GGUFFile:
             )
         return value
 
-    def _read_field(self, pos):
+    def _read_field(self, pos: int) -> Field:
         start = pos
         key, pos = self._string(pos)
         (code,) = self._unpack("I", pos)
@@ -203,7 +204,7 @@ class GGUFFile:
         item_type = self._value_type(key, code)
         return Field(key, type_, item_type, length, start, pos + 12, self._skip(key, type_, pos))
 
-    def _skip(self, key, type_, pos, depth=0):
+    def _skip(self, key: str, type_: GGUFValueType, pos: int, depth: int = 0) -> int:
         """The offset after the value at pos."""
         if type_ in SCALARS:
             return self._inside(pos + struct.calcsize("<" + SCALARS[type_]))
@@ -226,7 +227,7 @@ class GGUFFile:
             pos = self._skip(key, item_type, pos, depth + 1)
         return pos
 
-    def _read_tensor_info(self, pos):
+    def _read_tensor_info(self, pos: int) -> tuple[TensorInfo, int]:
         name, pos = self._string(pos)
         (n_dims,) = self._unpack("I", pos)
         if n_dims > 8:
@@ -236,7 +237,7 @@ class GGUFFile:
         type_, offset = self._unpack("IQ", pos)
         return TensorInfo(name, shape, type_, offset), pos + 12
 
-    def _item(self, type_, pos):
+    def _item(self, type_: GGUFValueType | None, pos: int) -> tuple[Any, int]:
         """(value, offset after it) of one item."""
         if type_ == GGUFValueType.STRING:
             return self._string(pos)
@@ -245,20 +246,20 @@ class GGUFFile:
             return struct.unpack_from(code, self._map, pos)[0], pos + struct.calcsize(code)
         raise HwkvError(f"{self.path}: nested arrays are not supported")
 
-    def _string(self, pos):
+    def _string(self, pos: int) -> tuple[str, int]:
         (length,) = self._unpack("Q", pos)
         end = self._inside(pos + 8 + length)
         return self._map[pos + 8 : end].decode("utf-8", "replace"), end
 
-    def _unpack(self, code, pos):
+    def _unpack(self, code: str, pos: int) -> tuple[Any, ...]:
         return struct.unpack_from("<" + code, self._map, pos)
 
-    def _inside(self, pos):
+    def _inside(self, pos: int) -> int:
         if pos > self.size:
             raise struct.error
         return pos
 
-    def _value_type(self, key, code):
+    def _value_type(self, key: str, code: int) -> GGUFValueType:
         try:
             return GGUFValueType(code)
         except ValueError:
@@ -266,11 +267,11 @@ class GGUFFile:
                 f"{self.path}: key '{clip(key)}' has value type {code}, which GGUF does not define"
             ) from None
 
-    def _truncated(self, what):
+    def _truncated(self, what: str) -> HwkvError:
         return HwkvError(f"{self.path}: truncated: {what}, the file has {self.size:,} bytes")
 
 
-def shard_paths(file):
+def shard_paths(file: GGUFFile) -> list[Path]:
     """Paths of all shards of the model that an open GGUFFile belongs to, in order; one for most models.
 
     llama.cpp's naming is required: PREFIX-00001-of-0000N.gguf.
@@ -286,12 +287,12 @@ def shard_paths(file):
     return [file.path.with_name(shard_name(match["prefix"], no, count)) for no in range(count)]
 
 
-def shard_name(prefix, no, count):
+def shard_name(prefix: str, no: int, count: int) -> str:
     """llama.cpp's file name of shard `no` (from 0)."""
     return f"{prefix}-{no + 1:05d}-of-{count:05d}.gguf"
 
 
-def open_first_shard(path):
+def open_first_shard(path: str | os.PathLike[str]) -> tuple[GGUFFile, list[Path]]:
     """(GGUFFile of the first shard, paths of all shards), given any shard."""
     file = GGUFFile(path)
     try:

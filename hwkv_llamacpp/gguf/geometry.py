@@ -7,14 +7,15 @@ Only the GGUF header is read: metadata-only files and any shard of a split model
 """
 
 import hashlib
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ..base.names import show
 from ..errors import HwkvError
-from .file import open_first_shard
+from .file import GGUFFile, open_first_shard
 
 MAX_LAYERS = 512  # LLAMA_MAX_LAYERS
 F16_BYTES = 2
@@ -43,7 +44,7 @@ class Layer:
     source: int | None = None  # of a "reuse" layer
 
     @property
-    def n_gqa(self):
+    def n_gqa(self) -> int:
         """Query heads per KV head."""
         return self.n_head // self.n_head_kv if self.n_head_kv else 0
 
@@ -61,24 +62,24 @@ class ModelGeometry:
     refusal: str | None = None  # why the model as a whole takes no policy
 
     @classmethod
-    def from_gguf(cls, path):
+    def from_gguf(cls, path: str | os.PathLike[str]) -> "ModelGeometry":
         """Geometry of a GGUF file or of any shard of a split one. HwkvError if it cannot be known."""
         file, _ = open_first_shard(path)
         with file:
             return _read_geometry(file)
 
     @property
-    def configurable(self):
+    def configurable(self) -> tuple[Layer, ...]:
         """The layers that take windows, in execution order."""
         return tuple(layer for layer in self.layers if layer.kind == "attention")
 
     @property
-    def kv_bytes_per_token(self):
+    def kv_bytes_per_token(self) -> int:
         """F16 K and V bytes that one token costs in the configurable layers."""
         return sum(x.n_head_kv * (x.head_dim_k + x.head_dim_v) for x in self.configurable) * F16_BYTES
 
     @property
-    def fingerprint(self):
+    def fingerprint(self) -> str:
         """64 hex digits, the same for every quantisation of a model."""
         lines = [
             f"hwkv-geometry 1 {self.architecture} n_layer={self.n_layer} n_embd={self.n_embd} "
@@ -87,7 +88,7 @@ class ModelGeometry:
         lines += [f"{x.layer} {x.kind} {x.n_head} {x.n_head_kv} {x.head_dim_k} {x.head_dim_v}" for x in self.layers]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
-    def warn_beyond(self, n_ctx, n_parallel=1):
+    def warn_beyond(self, n_ctx: int, n_parallel: int = 1) -> None:
         """Says on stderr if n_ctx tokens for n_parallel slots are more than the model was trained for."""
         if n_ctx > self.n_ctx_train * n_parallel:
             print(
@@ -96,7 +97,7 @@ class ModelGeometry:
                 file=sys.stderr,
             )
 
-    def describe(self):
+    def describe(self) -> dict[str, Any]:
         """The "model" object of a policy file."""
         return {
             "architecture": self.architecture,
@@ -329,11 +330,11 @@ ARCHITECTURES = {
 class Keys:
     """Typed access to the keys of one architecture, with llama.cpp's rules for scalars and arrays."""
 
-    def __init__(self, file, architecture):
+    def __init__(self, file: GGUFFile, architecture: str) -> None:
         self.file = file
         self.architecture = architecture
 
-    def number(self, name, default=None):
+    def number(self, name: str, default: int | None = None) -> int:
         """A non-negative integer. Without a default the key is required."""
         key, value = self._get(name)
         if value is None:
@@ -344,15 +345,15 @@ class Keys:
             raise HwkvError(f"{self.file.path}: key '{key}' is {show(value)}, a non-negative integer expected")
         return value
 
-    def real(self, name):
+    def real(self, name: str) -> float:
         value = self._get(name)[1]
         return value if isinstance(value, float) else 0.0
 
-    def flag(self, name, default):
+    def flag(self, name: str, default: bool) -> bool:
         value = self._get(name)[1]
         return value if isinstance(value, bool) else default
 
-    def per_layer(self, name, n, default=0):
+    def per_layer(self, name: str, n: int, default: int = 0) -> list[int]:
         """n numbers: an array of exactly n, or one number for all; `default` for all without the key."""
         key, value = self._get(name)
         if not isinstance(value, list):
@@ -363,7 +364,7 @@ class Keys:
             )
         return self._numbers(key, value)
 
-    def pattern(self, name, n, required=False):
+    def pattern(self, name: str, n: int, required: bool = False) -> list[bool] | None:
         """n booleans from an array of any length (missing ones are false), or None without an array."""
         key, value = self._get(name)
         if not isinstance(value, list):
@@ -373,20 +374,20 @@ class Keys:
         flags = [bool(x) for x in self._numbers(key, value)]
         return (flags + [False] * n)[:n]
 
-    def has(self, name):
+    def has(self, name: str) -> bool:
         return self._get(name)[1] is not None
 
-    def _get(self, name):
+    def _get(self, name: str) -> tuple[str, Any]:
         key = f"{self.architecture}.{name}"
         return key, self.file.get(key)
 
-    def _numbers(self, key, values):
+    def _numbers(self, key: str, values: list[Any]) -> list[int]:
         if not all(isinstance(x, int) and 0 <= x < 2**32 for x in values):
             raise HwkvError(f"{self.file.path}: key '{key}' holds something else than non-negative integers")
         return values
 
 
-def _read_geometry(file):
+def _read_geometry(file: GGUFFile) -> ModelGeometry:
     architecture = file.get("general.architecture")
     if not isinstance(architecture, str):
         what = "missing" if architecture is None else show(architecture)
@@ -430,6 +431,7 @@ def _read_geometry(file):
         n_layer = n_all - n_nextn
     n_main = n_layer or n_all  # a file of next-token-prediction blocks only attends to them
 
+    n_layer_kv: int | None
     if arch.n_layer_kv == "shared":
         n_layer_kv = n_all - keys.number("attention.shared_kv_layers", 0)
     else:
@@ -470,7 +472,7 @@ def _read_geometry(file):
     )
 
 
-def _head_dims(keys, architecture, n_embd, n_head):
+def _head_dims(keys: Keys, architecture: str, n_embd: int, n_head: list[int]) -> dict[bool, tuple[int, int]]:
     """{is_swa: (head_dim_k, head_dim_v)}"""
     k = v = 0
     if n_head[0] > 0:
@@ -532,7 +534,7 @@ def _recurrent_layers(keys, rule, n_layer, n_all, n_head_kv, n_ff):
     return [il < n_layer and (il + 1) % interval != 0 for il in range(n_all)]
 
 
-def _refusal(keys, arch, n_layer):
+def _refusal(keys: Keys, arch: Arch, n_layer: int) -> str | None:
     """Why the model as a whole takes no policy, or None."""
     if arch.mla and keys.number("attention.key_length_mla", 0) and keys.number("attention.value_length_mla", 0):
         return "its latent attention (MLA) keeps one latent per token instead of KV heads"
@@ -548,12 +550,12 @@ def _refusal(keys, arch, n_layer):
     return None
 
 
-def _name(file):
+def _name(file: GGUFFile) -> str:
     name = file.get("general.name")
     return name if isinstance(name, str) else Path(file.path).stem
 
 
-def _n_vocab(file, keys):
+def _n_vocab(file: GGUFFile, keys: Keys) -> int:
     tokens = file.fields.get("tokenizer.ggml.tokens")
     if tokens is not None and tokens.is_array:
         return tokens.length

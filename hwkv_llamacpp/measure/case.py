@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,19 @@ from typing import Any
 import requests
 
 from ..base.names import as_text
+from ..base.shape import ModelShape
 from ..errors import HwkvError
+from ..gguf.geometry import ModelGeometry
 from ..plan import dry_run
+from ..plan.planner import Plan
 from ..policy.policy import Policy
 from ..runtime import native
 from ..runtime.server import LlamaServer, ServerOptions
 from . import ending, machine
-from .memory_limit import memory_group
+from .memory_limit import MemoryGroup, memory_group
 from .prompt import prompt_tokens
-from .rows import ServerRow
-from .sampler import MemorySampler
+from .rows import Kind, ServerRow, Step
+from .sampler import Gpus, MemorySampler
 
 MIB = 2**20
 # nothing but the context may take memory; the log tells what each buffer takes
@@ -73,7 +77,7 @@ class Settings:
     timeout_s: float = 3600  # of the whole request
     memory_limit_bytes: int | None = None
 
-    def options(self, arm, n_ctx, geometry):
+    def options(self, arm: Arm, n_ctx: int, geometry: ModelGeometry) -> ServerOptions:
         """The server's options for one case."""
         extra = [*FIXED_FLAGS, "-lm", self.load_mode]
         if n_ctx > geometry.n_ctx_train:  # llama-server caps slots at the trained context
@@ -97,7 +101,19 @@ class Settings:
         )
 
 
-def measure(kind, arm, n_ctx, settings, geometry, *, round_=0, step=None, gpus=None, plan=None, log_path=None):
+def measure(
+    kind: Kind,
+    arm: Arm,
+    n_ctx: int,
+    settings: Settings,
+    geometry: ModelGeometry,
+    *,
+    round_: int = 0,
+    step: Step | None = None,
+    gpus: Gpus | None = None,
+    plan: Plan | None = None,
+    log_path: Path | None = None,
+) -> ServerRow:
     """The ServerRow of one case. It always comes back: what goes wrong is its status and cause, unless the build itself
     is missing.
 
@@ -117,7 +133,15 @@ def measure(kind, arm, n_ctx, settings, geometry, *, round_=0, step=None, gpus=N
     return row
 
 
-def describe(kind, arm, n_ctx, settings, geometry, round_=0, step=None):
+def describe(
+    kind: Kind,
+    arm: Arm,
+    n_ctx: int,
+    settings: Settings,
+    geometry: ModelGeometry,
+    round_: int = 0,
+    step: Step | None = None,
+) -> ServerRow:
     """A ServerRow that says all that was asked for."""
     policy, options = arm.policy, settings.options(arm, n_ctx, geometry)
     return ServerRow(
@@ -128,7 +152,7 @@ def describe(kind, arm, n_ctx, settings, geometry, round_=0, step=None):
         step=step,
         **machine.origin(settings.model, arm.upstream),
         n_ctx_train=geometry.n_ctx_train,
-        policy=as_text(arm.path.name) if policy else None,
+        policy=as_text(arm.path.name) if policy and arm.path else None,
         policy_fingerprint=policy.fingerprint(geometry.n_layer) if policy else None,
         n_sink=policy.n_sink if policy else 0,
         retention=policy.retention(n_ctx, geometry) if policy else 1.0,
@@ -156,7 +180,15 @@ def describe(kind, arm, n_ctx, settings, geometry, round_=0, step=None):
 class _Case:
     """Runs the server and fills the row in."""
 
-    def __init__(self, row, settings, options, group, gpus, log_path):
+    def __init__(
+        self,
+        row: ServerRow,
+        settings: Settings,
+        options: ServerOptions,
+        group: MemoryGroup,
+        gpus: Gpus | None,
+        log_path: Path | None,
+    ) -> None:
         self.row, self.settings, self.group, self.gpus = row, settings, group, gpus
         self.server = LlamaServer(options, log_path, setup=self._setup, launched=self._launched)
         self.keep_log = log_path is not None
@@ -167,7 +199,7 @@ class _Case:
         self._parent = os.getpid()
         self._libc = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
 
-    def _setup(self):
+    def _setup(self) -> None:
         """In the new process: it dies with us, even if we are killed, and lives under the limit."""
         if self._libc:
             self._libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -175,11 +207,11 @@ class _Case:
                 os._exit(1)
         self.group.enter()
 
-    def _launched(self, pid):
+    def _launched(self, pid: int) -> None:
         self.pid = pid
         self.sampler = MemorySampler(pid, self.gpus)
 
-    def run(self):
+    def run(self) -> None:
         row = self.row
         try:
             row.phase = "start"
@@ -240,6 +272,7 @@ class _Case:
             raise HwkvError(f"the server is {'the unpatched' if hwkv is None else 'not the unpatched'} llama-server")
         if hwkv is None:
             return
+        assert row.retention is not None
         # a policy whose windows cover the context is served as full KV
         found = hwkv["fingerprint"] if hwkv["active"] else None
         if found != row.policy_fingerprint and (found or row.retention < 1):
@@ -248,10 +281,10 @@ class _Case:
             row.kv_bytes, row.kv_bytes_source = hwkv["kv_bytes"], "props"
 
     @contextlib.contextmanager
-    def _deadline(self):
+    def _deadline(self) -> Iterator[None]:
         """Kills the server when the request takes too long: a hang never outlives the timeout."""
 
-        def expire():
+        def expire() -> None:
             self.timed_out_s = self.settings.timeout_s
             if self.server.process:
                 self.server.process.kill()
@@ -263,7 +296,7 @@ class _Case:
         finally:
             timer.cancel()
 
-    def _failed(self, timed_out_s, error=None):
+    def _failed(self, timed_out_s: float | None, error: str | None = None) -> None:
         server = self.server
         if timed_out_s is None and server.process:
             with contextlib.suppress(Exception):
@@ -271,7 +304,7 @@ class _Case:
         found = ending.failed(server, self.pid, self.group.n_oom_kills(), timed_out_s, error, self.phase_start)
         self.row.status, self.row.cause, self.row.exit_code = (
             found.status,
-            _without_folders(found.cause),
+            found.cause and _without_folders(found.cause),
             found.exit_code,
         )
         self.row.log_tail = [_without_folders(line[:300]) for line in server.log().splitlines()[-N_TAIL:]]
@@ -285,7 +318,7 @@ class _Case:
             row.gpu_process_peak_bytes = sampler.gpu_process_peak
             row.gpu_device_peak_bytes, row.gpu_device_before_bytes = sampler.gpu_device_peak, self.gpus.before
         row.samples, row.n_samples = sampler.kept(), len(sampler.samples)
-        offloads = self.gpus and row.build.startswith("cuda")
+        offloads = self.gpus and (row.build or "").startswith("cuda")
         for counts, value in (
             ("gpu process", row.gpu_process_peak_bytes if offloads else None),
             ("gpu devices, less what they held before", _growth(row) if offloads else None),
@@ -312,23 +345,23 @@ class _Case:
         row.breakdown = dry_run.breakdown(log) or dry_run.buffers(log) or None
 
 
-def full_policy(geometry):
+def full_policy(geometry: ModelShape) -> Policy:
     """A policy whose every head is full."""
     return Policy({layer.layer: (None,) * layer.n_head_kv for layer in geometry.configurable})
 
 
-def on_gpu(row):
+def on_gpu(row: ServerRow) -> bool:
     """True if the row's peak is that of GPU memory."""
     return (row.peak_counts or "").startswith("gpu")
 
 
-def _policy(fingerprint):
+def _policy(fingerprint: str | None) -> str:
     return f"policy {fingerprint}" if fingerprint else "full KV"
 
 
-def _growth(row):
-    return sum(row.gpu_device_peak_bytes) - sum(row.gpu_device_before_bytes)
+def _growth(row: ServerRow) -> int:
+    return sum(row.gpu_device_peak_bytes or ()) - sum(row.gpu_device_before_bytes or ())
 
 
-def _without_folders(text):
+def _without_folders(text: str) -> str:
     return re.sub(r"(/[^\s/'\":;]+)+/", "", text) if text else text

@@ -9,6 +9,9 @@ import re
 import subprocess
 from dataclasses import dataclass
 
+from ..runtime.server import LlamaServer
+from .rows import Status
+
 # what llama.cpp, its backends and the C++ runtime say when memory runs out
 OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfDeviceMemory|OutOfHostMemory|bad_alloc|insufficient memory|cannot allocate memory"
@@ -19,12 +22,12 @@ OUT_OF_MEMORY = re.compile(
 
 @dataclass(frozen=True)
 class Ending:
-    status: str  # as in rows.ServerRow
+    status: Status
     cause: str | None  # one line for people; None for "ok"
     exit_code: int | None  # negative: minus the signal; None while the process runs
 
 
-def memory_line(log):
+def memory_line(log: str) -> str | None:
     """The first line of a log that says that memory ran out, or None."""
     for line in log.splitlines():
         if not line.startswith("$ ") and OUT_OF_MEMORY.search(line):
@@ -32,7 +35,14 @@ def memory_line(log):
     return None
 
 
-def failed(server, pid, n_oom_kills=0, timed_out_s=None, error=None, since=0):
+def failed(
+    server: LlamaServer,
+    pid: int | None,
+    n_oom_kills: int | None = 0,
+    timed_out_s: float | None = None,
+    error: str | None = None,
+    since: int = 0,
+) -> Ending:
     """Ending of a case that did not succeed.
 
     server: the LlamaServer, running or not. n_oom_kills: kills that its control group counted. timed_out_s: the time
@@ -42,17 +52,15 @@ def failed(server, pid, n_oom_kills=0, timed_out_s=None, error=None, since=0):
     code = server.process.poll() if server.process else None
     if timed_out_s is not None:
         return Ending("timeout", f"no end after {timed_out_s:g} s", code)
-    if code == -9 and (n_oom_kills or (kernel := kernel_kill(pid))):
-        return Ending(
-            "out of memory", "killed by the kernel: " + ("the control group's limit" if n_oom_kills else kernel), code
-        )
+    if code == -9 and (killer := "the control group's limit" if n_oom_kills else kernel_kill(pid)):
+        return Ending("out of memory", f"killed by the kernel: {killer}", code)
     line = memory_line(server.log()[since:])
     if line:
         return Ending("out of memory", line, code)
     return Ending("failed", server.exit_cause() or error or "no reason given", code)
 
 
-def kernel_kill(pid):
+def kernel_kill(pid: int | None) -> str | None:
     """The kernel's message that it killed the process for memory, or None; needs a readable kernel log."""
     try:
         log = subprocess.run(["dmesg"], text=True, capture_output=True, errors="replace", timeout=10).stdout

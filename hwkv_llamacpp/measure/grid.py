@@ -8,6 +8,7 @@ goes on where it stopped.
 
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from tqdm import tqdm
@@ -18,12 +19,12 @@ from ..errors import HwkvError
 from ..gguf.embed import read_policy
 from ..gguf.geometry import ModelGeometry
 from ..plan import dry_run
-from ..plan.planner import Planner, largest_context
+from ..plan.planner import Plan, Planner, largest_context
 from ..policy.policy import Policy
 from ..runtime import native
 from . import boundary, machine, records, sampler
-from .case import Arm, describe, full_policy, measure, on_gpu
-from .rows import ServerRow
+from .case import Arm, Settings, describe, full_policy, measure, on_gpu
+from .rows import Kind, ServerRow, Step
 
 MIB = 2**20
 PROCESS_CTX = 2048  # context of the run that tells what the process holds beside its buffers
@@ -34,18 +35,28 @@ RESULTS = ("ok", "out of memory")  # other ends say nothing of the case, and it 
 class Grid:
     """One command's arms, settings and rows. Everything that can be wrong is found before the first server starts."""
 
-    def __init__(self, view, settings, arms, policies, output, logs=None):
+    def __init__(
+        self,
+        view: str,
+        settings: Settings,
+        arms: Sequence[str],
+        policies: Sequence[Path],
+        output: Path,
+        logs: Path | None = None,
+    ) -> None:
         """view: memory, throughput or capacity. arms: of ARMS. policies: paths, an arm each. output: the JSONL file.
         logs: folder that keeps the servers' logs."""
         self.view, self.settings, self.output, self.logs = view, settings, output, logs
-        self.kind = "capacity" if view == "capacity" else "grid"
+        self.kind: Kind = "capacity" if view == "capacity" else "grid"
         if policies and "policy" not in arms:
             raise HwkvError(f"--policy {policies[0]} is given, but --arms has no policy")
         if self.logs:
             self._make_folder(self.logs)
         self.geometry = ModelGeometry.from_gguf(settings.model)
         self.planner = Planner(settings.model)
-        self._process_bytes, self._charged_bytes = {}, {}  # by arm: at the peak, and charged to a control group
+        # by arm: at the peak, and charged to a control group
+        self._process_bytes: dict[Arm, int] = {}
+        self._charged_bytes: dict[Arm, int] = {}
         self._on_gpu = False  # what the peak counts
         self.gpus = sampler.gpus()
         self._check_machine(settings.n_gpu_layers)
@@ -64,7 +75,7 @@ class Grid:
                 " nothing new"
             )
 
-    def _check_machine(self, n_gpu_layers):
+    def _check_machine(self, n_gpu_layers: int | None) -> None:
         build, weights = native.build_dir().name, self.planner.header.weight_bytes or 0
         if n_gpu_layers and not native.has_gpu():
             raise HwkvError(
@@ -84,7 +95,7 @@ class Grid:
                 " out."
             )
 
-    def _make_arms(self, wanted, paths):
+    def _make_arms(self, wanted: Sequence[str], paths: Sequence[Path]) -> list[Arm]:
         folder = Path(self._folder.name)
         policies: dict[str, tuple[Path, Policy]] = {}
         if "policy" in wanted:
@@ -115,7 +126,7 @@ class Grid:
 
     # the two shapes of a run
 
-    def cases(self, contexts, repetitions):
+    def cases(self, contexts: Sequence[int], repetitions: int) -> list[ServerRow]:
         """Rows of all arms at these contexts, measured now or found in the file."""
         for n_ctx in contexts:
             self._check_context(n_ctx)
@@ -135,7 +146,7 @@ class Grid:
                 progress.update(n_ctx if is_new else 0)
         return rows
 
-    def capacity(self, grid, highest):
+    def capacity(self, grid: int, highest: int) -> None:
         searches, found, least = {}, {}, self.settings.n_predict + 1
         if -(-least // grid) > highest // grid:
             raise HwkvError(f"--highest is {highest}: no multiple of --grid {grid} from {least} up to it")
@@ -156,7 +167,7 @@ class Grid:
         if open_ends:
             raise HwkvError(f"not every boundary is confirmed: {'; '.join(open_ends)}")
 
-    def _guess(self, arm, grid, highest):
+    def _guess(self, arm: Arm, grid: int, highest: int) -> int:
         """Context where the search starts: what the plan says, else the trained context."""
         self._check_context(-(-(self.settings.n_predict + 1) // grid) * grid)
         limit = self.settings.memory_limit_bytes or (
@@ -169,11 +180,11 @@ class Grid:
 
     # one case
 
-    def _asked(self, arm, n_ctx, round_, step=None):
+    def _asked(self, arm: Arm, n_ctx: int, round_: int, step: Step | None = None) -> ServerRow:
         """The row of a case before it is measured."""
         return describe(self.kind, arm, n_ctx, self.settings, self.geometry, round_, step)
 
-    def _case(self, arm, n_ctx, round_, step=None):
+    def _case(self, arm: Arm, n_ctx: int, round_: int, step: Step | None = None) -> ServerRow:
         """The row of a case: the one that is there, or a new one."""
         if row := self.done.get(self._asked(arm, n_ctx, round_, step).key):
             return row
@@ -197,9 +208,11 @@ class Grid:
         self.done[row.key] = row
         result = f"{row.status} in {row.phase}: {row.cause}"
         if row.status == "ok":
+            assert row.peak_bytes is not None and row.kv_bytes is not None
+            assert row.prefill_ts is not None and row.decode_ts is not None
             charged = (
                 f"charged {row.limited_bytes / MIB:,.1f} of {row.memory_limit_bytes / MIB:,.1f} MiB, "
-                if row.limited_bytes
+                if row.limited_bytes and row.memory_limit_bytes
                 else ""
             )
             result = (
@@ -214,7 +227,7 @@ class Grid:
         self._say(f"{arm.name}, -c {n_ctx}, {what}: {result}")
         return row
 
-    def _measure_process(self, arm):
+    def _measure_process(self, arm: Arm):
         """Libraries, vocabulary, graphs and allocator are in no dry run: one small case of each arm tells what they
         take. It is a row of its own and part of no result."""
         if not self.planner.dry:
@@ -223,6 +236,7 @@ class Grid:
         row = self._case(arm, max(PROCESS_CTX, -(-least // 256) * 256), 0, "process")
         if row.status != "ok":
             return
+        assert row.peak_bytes is not None
         plan = self._plan(arm, row.n_ctx, 0)
         self._on_gpu = on_gpu(row)
         buffers = plan.gpu_bytes if self._on_gpu else plan.total_bytes
@@ -230,7 +244,7 @@ class Grid:
         # a control group is not charged for library pages that others have read before
         self._charged_bytes[arm] = max(0, (row.limited_bytes or row.peak_bytes) - buffers)
 
-    def _plan(self, arm, n_ctx, process_bytes=None):
+    def _plan(self, arm: Arm, n_ctx: int, process_bytes: int | None = None) -> Plan:
         s = self.settings
         context = dry_run.Context(
             str(s.model),
@@ -246,7 +260,7 @@ class Grid:
             process_bytes = self._process_bytes.get(arm)
         return self.planner.plan(context, arm.policy, process_bytes, self._on_gpu)
 
-    def _check_context(self, n_ctx):
+    def _check_context(self, n_ctx: int) -> None:
         if n_ctx <= self.settings.n_predict:
             raise HwkvError(
                 f"a context of {n_ctx} leaves no room for a prompt before {self.settings.n_predict} generated tokens"
@@ -259,12 +273,12 @@ class Grid:
             )
 
     @staticmethod
-    def _make_folder(path):
+    def _make_folder(path: Path) -> None:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise HwkvError(f"{path}: cannot write: {error.strerror}") from None
 
     @staticmethod
-    def _say(text):
+    def _say(text: str) -> None:
         tqdm.write(text, file=sys.stderr)

@@ -9,6 +9,7 @@ import platform
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -20,7 +21,7 @@ from ..runtime import native
 from . import sampler
 
 
-def origin(model, upstream=False):
+def origin(model: str | Path, upstream: bool = False) -> dict[str, Any]:
     """What every row says of where it comes from, see rows.Row: the date is now. upstream: measured with the unpatched
     build."""
     files = [(path, path.stat()) for path in digest.shards(model)]
@@ -37,13 +38,13 @@ def origin(model, upstream=False):
 
 
 @functools.cache
-def _model_sha256(model, *files):
+def _model_sha256(model: str | Path, *files: tuple[Path, int, int]) -> str:
     """files: what tells that the model is still the same."""
     return digest.of_model(model)
 
 
 @functools.cache
-def machine():
+def machine() -> dict[str, Any]:
     """The machine as a dict, the same for every run on it; without its name."""
     gpus = sampler.gpus()
     devices, driver = gpus.describe() if gpus else ([], None)
@@ -58,7 +59,7 @@ def machine():
     return about
 
 
-def _cpu():
+def _cpu() -> str:
     try:
         found = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
@@ -67,7 +68,7 @@ def _cpu():
 
 
 @functools.cache
-def commit():
+def commit() -> str | None:
     """Short commit of this checkout, with "+" where files other than results differ from it; None without git."""
     try:
         run = functools.partial(subprocess.run, cwd=ROOT, text=True, capture_output=True)
@@ -78,13 +79,13 @@ def commit():
     return head.stdout.strip() + ("+" if changed.stdout.strip() else "") if head.returncode == 0 else None
 
 
-def build(upstream=False):
+def build(upstream: bool = False) -> dict[str, Any]:
     """{"build", "build_flags", "build_sha256", "upstream_commit"} of ours or of the unpatched build; the commit is that
     of llama.cpp's source."""
     return _build(native.build_dir(upstream))
 
 
-def build_pair():
+def build_pair() -> str:
     """One hash of our build and, where it is there, the unpatched one: what rows must share to be compared."""
     parts = [build()["build_sha256"]]
     try:
@@ -95,7 +96,7 @@ def build_pair():
 
 
 @functools.cache
-def _build(folder):
+def _build(folder: Path) -> dict[str, Any]:
     record = folder / "hwkv-configuration.json"
     flags = json.loads(record.read_text())["arguments"] if record.exists() else []
     found = hashlib.sha256()

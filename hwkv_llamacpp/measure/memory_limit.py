@@ -13,6 +13,7 @@ import os
 import resource
 import secrets
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -25,29 +26,29 @@ class MemoryGroup:
 
     kind: str | None = "address space"
 
-    def __init__(self, limit_bytes=None):
+    def __init__(self, limit_bytes: int | None = None) -> None:
         self.limit_bytes = limit_bytes
         if limit_bytes is None:
             self.kind = None
 
-    def enter(self):
+    def enter(self) -> None:
         """Called by the child process before it becomes the server."""
         if self.limit_bytes is not None:
             resource.setrlimit(resource.RLIMIT_AS, (self.limit_bytes, self.limit_bytes))
 
-    def peak_bytes(self):
+    def peak_bytes(self) -> int | None:
         return None
 
-    def n_oom_kills(self):
+    def n_oom_kills(self) -> int | None:
         """Processes of the group that the kernel killed for memory; None where nobody counts."""
         return None
 
-    def close(self):
+    def close(self) -> None:
         pass
 
 
 class ControlGroup(MemoryGroup):
-    def __init__(self, folder, kind, limit_bytes=None):
+    def __init__(self, folder: Path, kind: str, limit_bytes: int | None = None) -> None:
         self.folder = folder
         self.kind = kind
         self.limit_bytes = limit_bytes
@@ -63,17 +64,17 @@ class ControlGroup(MemoryGroup):
                     (folder / name).write_text(str(value))
         self._procs = os.open(folder / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
 
-    def enter(self):
+    def enter(self) -> None:
         os.write(self._procs, str(os.getpid()).encode())
 
-    def peak_bytes(self):
+    def peak_bytes(self) -> int | None:
         name = "memory.peak" if self.kind == "cgroup v2" else "memory.max_usage_in_bytes"
         try:
             return int((self.folder / name).read_text())
         except OSError:  # memory.peak is younger than version 2
             return None
 
-    def n_oom_kills(self):
+    def n_oom_kills(self) -> int | None:
         name = "memory.events" if self.kind == "cgroup v2" else "memory.oom_control"
         try:
             counts = dict(line.split() for line in (self.folder / name).read_text().splitlines())
@@ -81,7 +82,7 @@ class ControlGroup(MemoryGroup):
             return None
         return int(counts["oom_kill"]) if "oom_kill" in counts else None
 
-    def close(self):
+    def close(self) -> None:
         os.close(self._procs)
         for _ in range(100):  # a process that has just ended may still be counted
             try:
@@ -92,7 +93,7 @@ class ControlGroup(MemoryGroup):
 
 
 @contextlib.contextmanager
-def memory_group(limit_bytes=None):
+def memory_group(limit_bytes: int | None = None) -> Iterator[MemoryGroup]:
     """A MemoryGroup that is gone when the block ends."""
     if limit_bytes is not None and limit_bytes < 2**20:
         raise HwkvError(f"a memory limit of {limit_bytes} bytes is too small for any process: 1MiB or more expected")
@@ -103,7 +104,7 @@ def memory_group(limit_bytes=None):
         group.close()
 
 
-def _control_group(limit_bytes):
+def _control_group(limit_bytes: int | None) -> ControlGroup | None:
     for parent, kind in _own_groups():
         _remove_left(parent)
         folder = parent / f"hwkv-{os.getpid()}-{secrets.token_hex(4)}"
@@ -120,7 +121,7 @@ def _control_group(limit_bytes):
     return None
 
 
-def _remove_left(parent):
+def _remove_left(parent: Path) -> None:
     """Removes the groups of runs that were killed."""
     for folder in parent.glob("hwkv-*-*"):
         pid = folder.name.split("-")[1]
@@ -129,7 +130,7 @@ def _remove_left(parent):
                 folder.rmdir()
 
 
-def _own_groups():
+def _own_groups() -> Iterator[tuple[Path, str]]:
     """[(folder of the control group that this process is in, kind)]; of version 2 its parent, too, because a group with
     processes of its own cannot hand the memory controller on."""
     try:

@@ -3,9 +3,10 @@
 import random
 
 from ..errors import HwkvError
+from ..runtime.server import LlamaServer
 
 
-def prompt_tokens(server, n):
+def prompt_tokens(server: LlamaServer, n: int) -> list[int]:
     """n token ids of invented text, which is repeated as often as needed; the same for every server of a model."""
     if n < 1:
         raise HwkvError("the context leaves no room for a prompt")
@@ -18,7 +19,7 @@ def prompt_tokens(server, n):
     return (tokens * -(-n // len(tokens)))[:n]
 
 
-def diary(n_days):
+def diary(n_days: int) -> str:
     """Invented diary, about 27 tokens a day. One fact stands near its start, one near its end."""
     rng = random.Random(1)
     weather = ("calm", "grey", "windy", "bright", "cold", "misty", "warm", "stormy")

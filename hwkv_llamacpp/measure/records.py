@@ -4,14 +4,14 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
 from ..base import formats
 from ..errors import HwkvError
 from . import rows
-from .rows import CHOICE, KINDS, VERSION
+from .rows import CHOICE, KINDS, VERSION, Row
 
 BEGINNING = '{"kind": '
 
@@ -25,12 +25,12 @@ class _Head(BaseModel):
     kind: Annotated[Literal[tuple(KINDS)], CHOICE]  # type: ignore[valid-type]  # the rows tell which
 
 
-def schema():
+def schema() -> dict[str, Any]:
     """The JSON schema of a row."""
     return formats.schema(AnyRow)
 
 
-def append(path, row):
+def append(path: str | Path, row: Row) -> None:
     """Adds one line, in one write: a killed run leaves whole lines, at worst a last one without its end."""
     path = Path(path)
     line = formats.to_line({name: value for name, value in row.model_dump().items() if value is not None}) + "\n"
@@ -51,7 +51,7 @@ def append(path, row):
         raise HwkvError(f"{path}: cannot write: {error.strerror}") from None
 
 
-def read(path, missing_ok=False):
+def read(path: str | Path, missing_ok: bool = False) -> list[Row]:
     """The rows of a JSONL file, of whatever kind. A line that a kill or a power failure cut short is left out, with a
     word on stderr; any other bad line is an HwkvError."""
     try:
@@ -75,7 +75,7 @@ def read(path, missing_ok=False):
     return rows
 
 
-def _row(line, source):
+def _row(line: str, source: object) -> Row:
     data = formats.parse_json(line, source)
     kind = formats.parse(_Head, data, source).kind
     return formats.parse(KINDS[kind], data, source)

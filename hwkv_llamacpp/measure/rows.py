@@ -29,6 +29,8 @@ Count = Annotated[int, Field(ge=0, description="an integer of 0 or more")]
 Bytes = Annotated[int, Field(description="a number of bytes")]  # differences may be negative
 Number = Annotated[float, Field(description="a number")]
 Share = Annotated[float, Field(ge=0, le=1, description="a number from 0 to 1")]
+Kind = Annotated[Literal["grid", "capacity"], CHOICE]
+Step = Annotated[Literal["search", "last success", "first failure", "process"], CHOICE]
 Phase = Annotated[Literal["prefill", "decode"], CHOICE]
 Status = Annotated[Literal["ok", "out of memory", "timeout", "failed"], CHOICE]
 Text = str
@@ -80,10 +82,10 @@ class Row(BaseModel):
 class ServerRow(Row):
     """One fresh server, one request, and how both ended."""
 
-    kind: Annotated[Literal["grid", "capacity"], CHOICE]  # grid: memory and throughput
+    kind: Kind  # grid: memory and throughput
     n_ctx: Annotated[int, Field(ge=1, description="an integer of 1 or more")]
     # of a search for the capacity; "process": a case before a run, part of no result
-    step: Annotated[Literal["search", "last success", "first failure", "process"], CHOICE] | None = None
+    step: Step | None = None
 
     n_ctx_train: Count | None = None
     policy: Text | None = None  # file name
@@ -149,13 +151,13 @@ class ServerRow(Row):
     decode_ts: Number | None = None
 
     @property
-    def limited_bytes(self):
+    def limited_bytes(self) -> int | None:
         """Peak of what the memory limit is held against: all that the control group was charged for. None where no such
         group was."""
         return self.cgroup_peak_bytes if (self.memory_limit_kind or "").startswith("cgroup") else None
 
     @property
-    def key(self):
+    def key(self) -> tuple:
         """What makes two rows the same case: all that was asked for, and none of what came out."""
         return (
             self.kind,

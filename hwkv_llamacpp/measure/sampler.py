@@ -10,6 +10,7 @@ import re
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -19,7 +20,7 @@ MAX_KEPT = 200
 class MemorySampler:
     """Samples process `pid` every interval_s in a thread, until stop(). All figures are bytes."""
 
-    def __init__(self, pid, gpus=None, interval_s=0.02):
+    def __init__(self, pid: int, gpus: "Gpus | None" = None, interval_s: float = 0.02) -> None:
         self.gpus = gpus
         self.interval_s = interval_s
         self.rss_peak: int | None = None
@@ -36,17 +37,17 @@ class MemorySampler:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def stop(self):
+    def stop(self) -> None:
         """One last sample, then no more."""
         self._stop.set()
         self._thread.join()
         self.sample()
 
-    def _run(self):
+    def _run(self) -> None:
         while not self._stop.wait(self.interval_s):
             self.sample()
 
-    def sample(self):
+    def sample(self) -> None:
         rss = self._sample_host()
         if self.gpus and self.gpu_device_peak is not None:
             held = self.gpus.held_by(self._pid)
@@ -56,7 +57,7 @@ class MemorySampler:
         if rss is not None:
             self.samples.append((round(time.monotonic() - self._start, 3), rss))
 
-    def _sample_host(self):
+    def _sample_host(self) -> int | None:
         """Resident bytes, or None once the process is gone."""
         try:
             text = Path(f"/proc/{self._pid}/status").read_text()
@@ -77,7 +78,7 @@ class MemorySampler:
         self.rss_file_peak = _most(self.rss_file_peak, now.get("RssFile"))
         return now["VmRSS"]
 
-    def kept(self):
+    def kept(self) -> list[tuple[float, int]]:
         """At most MAX_KEPT samples: the largest of each stretch, so that the peak is among them."""
         step = -(-len(self.samples) // MAX_KEPT) or 1
         return [
@@ -88,15 +89,15 @@ class MemorySampler:
 class Gpus:
     """The NVIDIA GPUs of this machine, through NVML."""
 
-    def __init__(self, nvml):
+    def __init__(self, nvml: Any) -> None:
         self._nvml = nvml
         self._handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
         self.before = self.used()
 
-    def used(self):
+    def used(self) -> list[int]:
         return [self._nvml.nvmlDeviceGetMemoryInfo(handle).used for handle in self._handles]
 
-    def held_by(self, pid):
+    def held_by(self, pid: int) -> int | None:
         """Bytes that the process holds on all devices, or None where NVML does not tell (containers, some drivers)."""
         total = None
         for handle in self._handles:
@@ -106,10 +107,10 @@ class Gpus:
                         total = (total or 0) + process.usedGpuMemory
         return total
 
-    def describe(self):
+    def describe(self) -> tuple[list[dict[str, Any]], str]:
         """[{"name", "memory_bytes"}] and the driver's version."""
 
-        def text(value):
+        def text(value: str | bytes) -> str:
             return value.decode() if isinstance(value, bytes) else value
 
         devices = [
@@ -122,7 +123,7 @@ class Gpus:
         return devices, text(self._nvml.nvmlSystemGetDriverVersion())
 
 
-def gpus():
+def gpus() -> Gpus | None:
     """The NVIDIA GPUs, or None without any."""
     try:
         import pynvml
@@ -134,5 +135,5 @@ def gpus():
     return found if found.before else None
 
 
-def _most(old, new):
+def _most(old: int | None, new: int | None) -> int | None:
     return new if old is None else old if new is None else max(old, new)

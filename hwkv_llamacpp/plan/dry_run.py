@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import psutil
 from gguf.constants import GGMLQuantizationType
@@ -44,7 +45,7 @@ class Context:
     type_v: str = "f16"
 
 
-def run(context):
+def run(context: Context) -> dict[str, Any]:
     """What the context would take, in bytes (MiB figures of llama.cpp's log where nothing exact is told):
 
         compute, output  {buffer type: bytes}
@@ -80,7 +81,7 @@ def run(context):
     return answer
 
 
-def weights(model, n_gpu_layers=None):
+def weights(model: str, n_gpu_layers: int | None = None) -> dict[str, int]:
     """{device: bytes} of the weights, each to a MiB; "Host" is the machine's own memory."""
     command = [str(native.binary("llama-fit-params")), "-m", model, "-c", "256", "--hwkv-policy", "off", "-fitp", "on"]
     if n_gpu_layers is not None:
@@ -95,7 +96,7 @@ def weights(model, n_gpu_layers=None):
     return {name: int(mib) * MIB for name, mib in found}
 
 
-def breakdown(log):
+def breakdown(log: str) -> dict[str, dict[str, int]]:
     """llama.cpp's memory breakdown, which the tools print at -lv 4: {device: {"model", "context", "compute"}}, whole
     MiB as bytes."""
     rows = re.findall(
@@ -107,7 +108,7 @@ def breakdown(log):
     }
 
 
-def buffers(log):
+def buffers(log: str) -> dict[str, dict[str, int]]:
     """The same of a process that did not end cleanly, from what its log says of each buffer: {buffer type: as above},
     to 0.01 MiB."""
     parts = {"model": "model", "KV": "context", "RS": "context", "output": "context", "compute": "compute"}
@@ -118,7 +119,7 @@ def buffers(log):
     return found
 
 
-def _child(context):
+def _child(context: Context) -> dict[str, Any]:
     """In the process of its own: makes model and context, and returns what `run` returns."""
     before = psutil.Process().memory_info().rss
     llama_cpp = native.load()
@@ -144,7 +145,7 @@ def _child(context):
     return {"hwkv": native.info(ctx), "resident": psutil.Process().memory_info().rss - before, **parse("".join(logged))}
 
 
-def _context_params(context):
+def _context_params(context: Context) -> Any:
     llama_cpp = native.load()
     params = llama_cpp.llama_context_default_params()
     params.n_ctx, params.n_batch, params.n_ubatch = context.n_ctx, context.n_batch, context.n_ubatch
@@ -158,16 +159,16 @@ def _context_params(context):
     return params
 
 
-def parse(log):
+def parse(log: str) -> dict[str, Any]:
     """The figures in llama.cpp's log of a context being made, as `run` returns them."""
 
-    def sums(pattern):
+    def sums(pattern: str) -> dict[str, int]:
         found: dict[str, int] = {}
         for name, mib in re.findall(pattern, log):
             found[name] = found.get(name, 0) + round(float(mib) * MIB)
         return found
 
-    def devices(name):
+    def devices(name: str) -> dict[int, str]:
         return {int(layer): device for layer, device in re.findall(rf"{name}[:,] layer\s+(\d+): dev = (\S+)", log)}
 
     # a context that is made in several tries logs each: the last counts

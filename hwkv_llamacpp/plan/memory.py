@@ -9,12 +9,13 @@ import subprocess
 import psutil
 
 from ..errors import HwkvError
+from ..policy.footprint import Footprint
 from ..runtime import native
 
 GIB = 2**30
 
 
-def beyond(what, footprint):
+def beyond(what: str, footprint: Footprint) -> str | None:
     """One sentence if the KV of a Footprint is larger than all memory of this machine, else None. what: the context, in
     the user's words."""
     n_bytes = footprint.kv_bytes + footprint.own_windows_bytes
@@ -28,7 +29,7 @@ def beyond(what, footprint):
     return f"{what} takes at least {n_bytes / GIB:,.1f} GiB of KV, this machine has {has}"
 
 
-def gpu_bytes():
+def gpu_bytes() -> int:
     """Memory of all devices that the build in use can offload to; 0 without a build."""
     try:
         if not native.has_gpu():
@@ -40,6 +41,6 @@ def gpu_bytes():
     return sum(devices(done.stdout)) * 2**20
 
 
-def devices(text):
+def devices(text: str) -> list[int]:
     """MiB of each device that `llama-server --list-devices` prints."""
     return [int(mib) for mib in re.findall(r"^ +\S+: .*\((\d+) MiB, \d+ MiB free\)$", text, re.MULTILINE)]

@@ -8,13 +8,16 @@ are formulas.
 
 import tempfile
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO, Any
 
 from ..errors import HwkvError
 from ..gguf.file import GGUFFile, open_first_shard
 from ..gguf.geometry import ARCHITECTURES, PARALLEL, Keys, ModelGeometry
 from ..policy.footprint import Footprint, predict
+from ..policy.policy import Policy
 from ..runtime import native
 from . import dry_run
 
@@ -47,19 +50,19 @@ class Plan:
     checkpoint_bytes: int | None  # of one context checkpoint, at most
 
     @property
-    def kv_bytes(self):
+    def kv_bytes(self) -> int:
         return self.footprint.kv_bytes
 
     @property
-    def total_bytes(self):
+    def total_bytes(self) -> int:
         return sum(sum(parts.values()) for parts in self.devices.values())
 
     @property
-    def gpu_bytes(self):
+    def gpu_bytes(self) -> int:
         """Of all devices but the host."""
         return sum(sum(parts.values()) for name, parts in self.devices.items() if name != "host")
 
-    def with_draft(self, draft):
+    def with_draft(self, draft: "Plan") -> "Plan":
         """The Plan of a server that holds a draft model, too; the draft's program is the same process."""
         devices = {name: dict(parts) for name, parts in self.devices.items()}
         for name, parts in draft.devices.items():
@@ -67,7 +70,7 @@ class Plan:
             devices.setdefault(name, {})["draft model"] = own
         return replace(self, devices=devices, unknown=tuple(dict.fromkeys(self.unknown + draft.unknown)))
 
-    def parts(self):
+    def parts(self) -> dict[str, int]:
         """{part: bytes} over all devices."""
         return {
             part: sum(parts[part] for parts in self.devices.values() if part in parts)
@@ -75,7 +78,7 @@ class Plan:
             if any(part in parts for parts in self.devices.values())
         }
 
-    def to_dict(self):
+    def to_dict(self) -> dict[str, Any]:
         return {
             "n_ctx": self.footprint.n_ctx,
             "n_parallel": self.context.n_parallel,
@@ -97,18 +100,24 @@ class Plan:
 class Planner:
     """Plans for one model. Contexts share what does not depend on them."""
 
-    def __init__(self, model, dry=None):
+    def __init__(self, model: str | Path, dry: bool | None = None) -> None:
         """dry: use llama.cpp's dry run; by default where the build is there and the file lists tensors."""
         self.model = Path(model)
         self.geometry = ModelGeometry.from_gguf(model)
         self.header = Header(model)
         self._whole = self.header.with_room_for_data()
         self.dry = self.header.n_tensors > 0 and is_built() if dry is None else dry
-        self._weights = {}  # by n_gpu_layers
+        self._weights: dict[int | None, dict[str, int]] = {}  # by n_gpu_layers
         # by n_ubatch and policy: it differs a little from run to run, and a plan must grow with its context alone
-        self._resident = {}
+        self._resident: dict[tuple[int, str], int] = {}
 
-    def plan(self, context, policy=None, process_bytes=None, on_gpu=False):
+    def plan(
+        self,
+        context: dry_run.Context,
+        policy: Policy | None = None,
+        process_bytes: int | None = None,
+        on_gpu: bool = False,
+    ) -> Plan:
         """Plan of a dry_run.Context; policy: the Policy that context.policy names; process_bytes: what the process is
         known to hold beside its buffers, where it was measured, on the first GPU or on the host."""
         footprint = predict(
@@ -146,7 +155,9 @@ class Planner:
             None,
         )
 
-    def _exact(self, context, footprint, sliding, process_bytes, on_gpu):
+    def _exact(
+        self, context: dry_run.Context, footprint: Footprint, sliding: int, process_bytes: int | None, on_gpu: bool
+    ) -> Plan:
         if self._whole:
             context = replace(
                 context,
@@ -166,7 +177,7 @@ class Planner:
             )
         devices: dict[str, dict[str, int]] = {}
 
-        def add(device, part, n_bytes):
+        def add(device: str, part: str, n_bytes: int) -> None:
             if n_bytes:
                 parts = devices.setdefault("host" if device in HOST or device.endswith("_Host") else device, {})
                 parts[part] = parts.get(part, 0) + n_bytes
@@ -209,7 +220,7 @@ class Planner:
 class Header:
     """What the GGUF's header tells about weights and recurrent state. Of a split model, all shards that are there."""
 
-    def __init__(self, path):
+    def __init__(self, path: str | Path) -> None:
         file, shards = open_first_shard(path)
         with file:
             self.architecture = file.get("general.architecture")
@@ -225,7 +236,7 @@ class Header:
         self.n_tensors = len(tensors)
         self.weight_bytes = sum(tensor.n_bytes for tensor in tensors) if tensors else None
 
-    def with_room_for_data(self):
+    def with_room_for_data(self) -> IO[bytes] | None:
         """Of a file that ends with its header, a temporary copy as long as the whole model would be, without taking
         disk: llama.cpp checks the length, and its dry run reads no data. None for a whole file."""
         if not self._lacks_data:
@@ -242,7 +253,7 @@ class Header:
             ) from None
         return copy
 
-    def recurrent_bytes(self, geometry, n_parallel):
+    def recurrent_bytes(self, geometry: ModelGeometry, n_parallel: int) -> int | None:
         """F32 states of all recurrent layers, as llama_hparams::n_embd_r and n_embd_s count them; None for kinds of
         layer that this formula does not know."""
         parallel = ARCHITECTURES[self.architecture].recurrent == PARALLEL
@@ -260,13 +271,14 @@ class Header:
             return None
         return n_layers * values * 4 * n_parallel
 
-    def _key(self, name):
-        if self._keys[name] is None:
+    def _key(self, name: str) -> int:
+        value = self._keys[name]
+        if value is None:
             raise HwkvError(f"{self._path}: key '{self.architecture}.{name}' is missing")
-        return self._keys[name]
+        return value
 
 
-def is_built():
+def is_built() -> bool:
     try:
         native.binary("llama-fit-params")
     except HwkvError:
@@ -274,7 +286,9 @@ def is_built():
     return True
 
 
-def largest_context(plan_at, limits, step, high):
+def largest_context(
+    plan_at: Callable[[int], Plan], limits: Sequence[int], step: int, high: int
+) -> tuple[int, Plan] | None:
     """(largest n_ctx that fits, its Plan), a multiple of step up to high; None where not even one step fits.
 
     plan_at(n_ctx) -> Plan, whose bytes grow with n_ctx. limits: bytes for each limited device, see `excess`. Total
@@ -282,7 +296,7 @@ def largest_context(plan_at, limits, step, high):
     """
     plans = {}
 
-    def over(n):
+    def over(n: int) -> int:
         plans[n] = plan_at(n * step)
         return excess(plans[n], limits)
 
@@ -305,7 +319,7 @@ def largest_context(plan_at, limits, step, high):
     return low * step, plans[low]
 
 
-def excess(plan, limits):
+def excess(plan: Plan, limits: Sequence[int]) -> int:
     """Bytes by which the plan's fullest device is over its limit; 0 or less where it fits. One limit holds for every
     device. The host is limited only where it is all there is."""
     names = [name for name in plan.devices if name != "host"] or ["host"]
@@ -313,5 +327,5 @@ def excess(plan, limits):
         raise HwkvError(
             f"--memory gives {len(limits)} sizes, the server would use {len(names)} devices: {', '.join(names)}"
         )
-    limits = limits * len(names) if len(limits) == 1 else limits
+    limits = list(limits) * len(names) if len(limits) == 1 else limits
     return max(sum(plan.devices.get(name, {}).values()) - limit for name, limit in zip(names, limits))

@@ -18,12 +18,15 @@ upstream's cache is used: its rings have no slack, and without FlashAttention al
 widest.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from ..base.shape import LayerShape
+from ..base.shape import LayerShape, ModelShape
 from ..errors import HwkvError
+from .policy import Policy
 
 CELL_PAD = 256
 MAX_SEQ = 256  # LLAMA_MAX_SEQ
@@ -41,11 +44,11 @@ class Group:
     layers: tuple[tuple[int, int, int], ...]  # (layer, KV heads, bytes)
 
     @property
-    def heads(self):
+    def heads(self) -> int:
         return sum(heads for _, heads, _ in self.layers)
 
     @property
-    def bytes(self):
+    def bytes(self) -> int:
         return sum(n for _, _, n in self.layers)
 
 
@@ -59,19 +62,19 @@ class Footprint:
     n_ubatch: int
 
     @property
-    def active(self):
+    def active(self) -> bool:
         """False if no head is windowed at this context: the runtime then takes upstream's own path."""
         return any(group.window is not None for group in self.groups)
 
     @property
-    def kv_bytes(self):
+    def kv_bytes(self) -> int:
         return sum(group.bytes for group in self.groups)
 
     @property
-    def own_windows_bytes(self):
+    def own_windows_bytes(self) -> int:
         return self.own_windows.bytes if self.own_windows else 0
 
-    def to_dict(self):
+    def to_dict(self) -> dict[str, Any]:
         """The fields that the runtime reports of an active cache, by the same names."""
         return {
             "active": self.active,
@@ -92,18 +95,18 @@ class Footprint:
 
 
 def predict(
-    geometry,
-    policy=None,
-    n_ctx=0,
+    geometry: ModelShape,
+    policy: Policy | None = None,
+    n_ctx: int = 0,
     *,
-    n_batch=2048,
-    n_ubatch=512,
-    n_seq_max=1,
-    unified=False,
-    type_k="f16",
-    type_v="f16",
-    flash_attn=True,
-):
+    n_batch: int = 2048,
+    n_ubatch: int = 512,
+    n_seq_max: int = 1,
+    unified: bool = False,
+    type_k: str = "f16",
+    type_v: str = "f16",
+    flash_attn: bool = True,
+) -> Footprint:
     """Footprint of a context. Arguments are llama_context_params' (-c, -b, -ub, -np, -ctk, -ctv, -fa).
 
     n_ctx 0 is the trained context. HwkvError for a cache type that does not exist, or whose
@@ -137,7 +140,7 @@ def predict(
     slack = draft_slack(n_ubatch, n_seq_max) if active else 0
     widest_v = max((layer.n_head_kv * layer.head_dim_v for layer in geometry.layers), default=0)
 
-    def group(window, members, n_sink, padded_v):
+    def group(window: int | None, members: Sequence[tuple[LayerShape, int]], n_sink: int, padded_v: int) -> Group:
         cells = n_ctx_seq
         if window is not None:
             cells = min(n_ctx_seq, pad((window + n_sink + slack) * sharing + n_ubatch))
@@ -160,7 +163,7 @@ def predict(
             ),
         )
 
-    def widest_of(window):
+    def widest_of(window: int | None) -> int:
         return max(heads * layer.head_dim_v for layer, heads in members[window]) if active else widest_v
 
     groups = [
@@ -184,7 +187,7 @@ def draft_slack(n_ubatch, n_seq_max):
     return DRAFT_SLACK if n_seq_max > 1 or n_ubatch < DRAFT_SLACK else 0
 
 
-def row_bytes(cache_type, n):
+def row_bytes(cache_type: str, n: int) -> int:
     """Bytes of n values in a cache type, as ggml_row_size counts them."""
     if cache_type not in CACHE_TYPES:
         raise HwkvError(f"cache type '{cache_type}' is unknown; known are {', '.join(CACHE_TYPES)}")
@@ -194,6 +197,6 @@ def row_bytes(cache_type, n):
     return n // block * size
 
 
-def pad(n):
+def pad(n: int) -> int:
     """n rounded up to whole blocks of cells."""
     return -(-n // CELL_PAD) * CELL_PAD

@@ -18,6 +18,7 @@ from typing_extensions import TypedDict
 
 from ..base.atomic import replacing
 from ..base.formats import MAX_DEPTH, depth, fault, parse, parse_json, show, to_line
+from ..base.shape import LayerShape, ModelShape
 from ..errors import HwkvError
 
 FORMAT = "hwkv-policy"
@@ -56,7 +57,7 @@ class PolicyLayer(TypedDict):
     windows: Annotated[list[Window], Field(min_length=1, description="a list of one window per KV head")]
 
 
-def _each_once(layers):
+def _each_once(layers: list[PolicyLayer]) -> list[PolicyLayer]:
     seen = set()
     for i, entry in enumerate(layers):
         if entry["layer"] in seen:
@@ -65,7 +66,7 @@ def _each_once(layers):
     return layers
 
 
-def _not_too_deep(provenance):
+def _not_too_deep(provenance: dict[str, Any]) -> dict[str, Any]:
     if depth(provenance) >= MAX_DEPTH:
         raise fault((), f"is nested too deeply: at most {MAX_DEPTH - 1} levels expected")
     return provenance
@@ -101,7 +102,7 @@ class Policy:
     model: dict | None = None
     provenance: dict | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.layers, dict):
             raise HwkvError(f"policy: layers is {show(self.layers)}, a dict of layer: windows expected")
         layers = []
@@ -112,7 +113,7 @@ class Policy:
             if not layers[-1]["windows"]:
                 raise HwkvError(f"policy: windows of layer {show(il)} is empty, one window per KV head expected")
 
-        def name(place):
+        def name(place: tuple):
             match place:
                 case ("layers", i, "windows", k):
                     return f"window {k} of layer {layers[i]['layer']}"
@@ -129,7 +130,7 @@ class Policy:
         object.__setattr__(self, "n_sink", file.n_sink)
         object.__setattr__(self, "model", file.model)
 
-    def _file(self, layers, name=None):
+    def _file(self, layers: list[dict[str, Any]], name: Callable[[tuple], str] | None = None) -> PolicyFile:
         data = {
             "format": FORMAT,
             "version": VERSION,
@@ -159,14 +160,14 @@ class Policy:
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
     @classmethod
-    def from_json(cls, text, source="policy"):
+    def from_json(cls, text: str, source: object = "policy") -> "Policy":
         """Parses and checks a policy's text. `source` is the file that messages name."""
         check_size(len(text.encode(errors="surrogatepass")), source)
         file = parse(PolicyFile, parse_json(text, source), source)
         return cls({x["layer"]: x["windows"] for x in file.layers}, file.n_sink, file.model, file.provenance)
 
     @classmethod
-    def load(cls, path):
+    def load(cls, path: str | os.PathLike[str]) -> "Policy":
         """A policy from a JSON file, or the one embedded in a GGUF file."""
         path = Path(path)
         try:
@@ -185,7 +186,7 @@ class Policy:
             raise HwkvError(f"{path}: not JSON: byte {error.start} is not UTF-8 text") from None
         return cls.from_json(text, path)
 
-    def save(self, path, overwrite=True):
+    def save(self, path: str | Path, overwrite: bool = True) -> None:
         """Writes the canonical JSON, whole or not at all."""
         data = self.to_json().encode()
         check_size(len(data), path)
@@ -194,7 +195,7 @@ class Policy:
 
     # meaning
 
-    def check(self, geometry, source="policy"):
+    def check(self, geometry: ModelShape, source: object = "policy") -> None:
         """Passes if the policy fits the model and this version's runtime; HwkvError says why not."""
         model = self.model or {}
         for key, actual in geometry.describe().items():
@@ -219,11 +220,11 @@ class Policy:
                     f"{source}: layer {il} has {len(row)} windows, the model has {layer.n_head_kv} KV heads there"
                 )
 
-    def row(self, layer):
+    def row(self, layer: LayerShape) -> tuple[int | None, ...]:
         """Windows of the KV heads of a Layer, full where the policy does not list it."""
         return self.layers.get(layer.layer, (None,) * layer.n_head_kv)
 
-    def retention(self, n_tokens, geometry=None):
+    def retention(self, n_tokens: int, geometry: ModelShape | None = None) -> float:
         """Nominal share of KV cells kept after n_tokens, 0 to 1: the mean over KV heads of min(T, w + n_sink) / T.
 
         Over all configurable layers of the geometry; without one, over the listed layers only.
@@ -234,7 +235,7 @@ class Policy:
         kept = [n_tokens if w is None else min(n_tokens, w + self.n_sink) for row in rows for w in row]
         return sum(kept) / (n_tokens * len(kept)) if kept else 1.0
 
-    def fingerprint(self, n_layer):
+    def fingerprint(self, n_layer: int) -> str:
         """16 hex digits. Equal for policies that treat a model of n_layer layers alike; the C++ runtime computes the
         same."""
         text = f"hwkv1 n_layer={n_layer} n_sink={self.n_sink}"
@@ -246,7 +247,7 @@ class Policy:
             value = (value ^ byte) * 0x100000001B3 % 2**64
         return f"{value:016x}"
 
-    def summary(self, geometry):
+    def summary(self, geometry: ModelShape) -> str:
         """One line for people, with the fingerprint."""
         n_heads = sum(layer.n_head_kv for layer in geometry.configurable)
         windows = [w for row in self.layers.values() for w in row if w is not None]
@@ -266,7 +267,7 @@ def check_size(n_bytes: int, source: object, shown: object = None) -> None:
         raise HwkvError(f"{source}: not a policy: it has {shown or n_bytes} bytes, at most {MAX_FILE_BYTES} expected")
 
 
-def _integer(value):
+def _integer(value: Any) -> Any:
     """NumPy's integers as Python's, anything else as it is."""
     try:
         return value if isinstance(value, bool) else operator.index(value)

@@ -5,8 +5,10 @@ figure of a context is the median over repetitions; a ratio is the median over r
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from ..base import sizes
 from ..errors import HwkvError
@@ -37,7 +39,7 @@ class Table:
     rows: list = field(default_factory=list)  # of texts
     notes: list = field(default_factory=list)
 
-    def markdown(self):
+    def markdown(self) -> str:
         lines = [
             f"**{self.title}**",
             "",
@@ -47,7 +49,7 @@ class Table:
         lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in self.rows]
         return "\n".join(lines + [""] + [f"{note}\n" for note in self.notes])
 
-    def print(self):
+    def print(self) -> None:
         from rich import box
         from rich.console import Console
         from rich.markup import escape
@@ -73,17 +75,17 @@ class Section:
     view: str
 
     @cached_property
-    def arms(self):
+    def arms(self) -> list[str]:
         """Names of the arms, upstream and full first."""
         names = dict.fromkeys(row.arm for row in self.rows)
         return sorted(names, key=lambda name: {"upstream": 0, "full": 1}.get(name, 2))
 
     @property
-    def title(self):
+    def title(self) -> str:
         row = self.rows[0]
         return f"{VIEWS[self.view]}: {row.model}"
 
-    def about(self):
+    def about(self) -> list[tuple[str, str]]:
         """[(what, text)] that all rows share."""
         row = self.rows[0]
         gpus = ", ".join(gpu["name"] for gpu in row.machine.get("gpus", ()))
@@ -129,7 +131,7 @@ class Section:
                 )
         return facts
 
-    def policies(self):
+    def policies(self) -> dict[str, Policy]:
         """{arm: Policy} of the arms that have one."""
         found = {}
         for row in self.rows:
@@ -137,18 +139,18 @@ class Section:
                 found[row.arm] = Policy({il: tuple(windows) for il, _, windows in row.kv_layers}, row.n_sink)
         return found
 
-    def of(self, arm, n_ctx):
+    def of(self, arm: str, n_ctx: int) -> list[ServerRow]:
         return [row for row in self.rows if row.arm == arm and row.n_ctx == n_ctx]
 
-    def ok(self, arm, n_ctx):
+    def ok(self, arm: str, n_ctx: int) -> list[ServerRow]:
         return [row for row in self.of(arm, n_ctx) if row.status == "ok"]
 
     @cached_property
-    def contexts(self):
+    def contexts(self) -> list[int]:
         return sorted({row.n_ctx for row in self.rows})
 
     @property
-    def reference(self):
+    def reference(self) -> str | None:
         return next((arm for arm in self.arms if arm in ("upstream", "full")), None)
 
     @cached_property
@@ -179,23 +181,23 @@ class Section:
         pairs.loc[pairs.peak_counts != pairs["peak_counts of the reference"], "peak_bytes"] = None
         return pairs.groupby(["arm", "n_ctx"])[list(FIGURES)].median()
 
-    def median(self, arm, n_ctx, name):
+    def median(self, arm: str, n_ctx: int, name: str) -> float | None:
         """Over repetitions; None without any."""
         return _at(self._medians, arm, n_ctx, name)
 
-    def ratio(self, arm, n_ctx, name):
+    def ratio(self, arm: str, n_ctx: int, name: str) -> float | None:
         """Median over repetitions of this arm's value as a share of the reference's in the same repetition; None
         without a pair."""
         return _at(self._ratios, arm, n_ctx, name)
 
     @property
-    def _of_reference(self):
+    def _of_reference(self) -> str:
         return f"of {self.reference}" if self.reference else ""
 
-    def tables(self):
+    def tables(self) -> list[Table]:
         return {"memory": self._memory, "throughput": self._throughput, "capacity": self._capacity}[self.view]()
 
-    def _memory(self):
+    def _memory(self) -> list[Table]:
         counts = sorted({row.peak_counts for row in self.rows if row.peak_counts})
         table = Table(
             f"Peak memory in MiB ({'; '.join(counts)})",
@@ -210,7 +212,7 @@ class Section:
                 "off by",
             ],
         )
-        worst, ran = 0, []
+        worst, ran = 0.0, []
         for n_ctx, arm in ((n_ctx, arm) for n_ctx in self.contexts for arm in self.arms):
             rows = self.ok(arm, n_ctx)
             if not self.of(arm, n_ctx):
@@ -237,7 +239,7 @@ class Section:
         )
         return [table]
 
-    def _throughput(self):
+    def _throughput(self) -> list[Table]:
         tables = []
         for name, what in (("prefill_ts", "Prefill"), ("decode_ts", "Decode")):
             table = Table(
@@ -277,10 +279,10 @@ class Section:
             ],
         )
         found = {arm: Pair(self, arm) for arm in self.arms}
-        base = found.get(self.reference)
+        base = found[self.reference] if self.reference else None
         for arm, pair in found.items():
             gain = pair.last_success / base.last_success if base and pair.last_success and base.last_success else None
-            ideals = [ideal(base, pair), ideal_kv(base, pair)] if gain and pair is not base else [None, None]
+            ideals = [ideal(base, pair), ideal_kv(base, pair)] if gain and base and pair is not base else [None, None]
             table.rows.append(
                 [
                     arm,
@@ -291,7 +293,7 @@ class Section:
                     mib(pair.charged),
                     f"{gain:.3f}" if gain and pair is not base else "-",
                     *[f"{x:.3f}" if x else "-" for x in ideals],
-                    ", ".join(f"{gain / x:.1%}" for x in ideals if x) or "-",
+                    ", ".join(f"{gain / x:.1%}" for x in ideals if gain and x) or "-",
                 ]
             )
         table.notes.append(
@@ -317,7 +319,7 @@ class Section:
                 table.notes.append(f"{arm}: {pair.others}")
         return [table]
 
-    def figures(self):
+    def figures(self) -> list[tuple[str, str]]:
         """[(title, SVG)]"""
         drawn: list[tuple[str, str | None]] = []
         if self.view == "memory":
@@ -330,7 +332,7 @@ class Section:
         return [(title, svg) for title, svg in drawn if svg]
 
 
-def _at(frame, arm, n_ctx, name):
+def _at(frame: Any, arm: str, n_ctx: int, name: str) -> float | None:
     """A value of a frame of (arm, n_ctx), None where there is none."""
     if (arm, n_ctx) not in frame.index:
         return None
@@ -341,7 +343,7 @@ def _at(frame, arm, n_ctx, name):
 class Pair:
     """The measured boundary of one arm."""
 
-    def __init__(self, section, arm):
+    def __init__(self, section: Section, arm: str) -> None:
         self.arm = arm
         self.rows = [row for row in section.rows if row.arm == arm]
         good = [row for row in self.rows if row.step == "last success"]
@@ -379,7 +381,7 @@ class Pair:
         )
 
 
-def ideal(base, pair):
+def ideal(base: Pair, pair: Pair) -> float | None:
     """Gain at which the arm's predicted peak is that of the reference at its boundary; predictions between measured
     contexts are linear."""
     target = next(
@@ -394,16 +396,17 @@ def ideal(base, pair):
     return (n0 + (target - b0) * (n1 - n0) / (b1 - b0)) / base.last_success if b1 > b0 else None
 
 
-def ideal_kv(base, pair):
+def ideal_kv(base: Pair, pair: Pair) -> float | None:
     """Gain at which the nominal KV bytes of the policy are those of the reference at its boundary."""
 
-    def n_bytes(row, n):
+    def n_bytes(row: ServerRow, n: int) -> int:
         return sum(
             size * min(n, window + row.n_sink if window else n)
-            for _, size, windows in row.kv_layers
+            for _, size, windows in row.kv_layers or ()
             for window in windows
         )
 
+    assert base.last_success
     target = n_bytes(base.rows[0], base.last_success)
     low, high = 1, 2**26
     if n_bytes(pair.rows[0], high) <= target:
@@ -414,7 +417,7 @@ def ideal_kv(base, pair):
     return low / base.last_success
 
 
-def make_sections(rows):
+def make_sections(rows: Sequence[ServerRow]) -> list[Section]:
     """Sections in the order memory, throughput, capacity; rows of a run's preparation are left out. Of a case that was
     tried again, the last row counts. Policies that were measured under one file name get their fingerprints into their
     arms' names."""
@@ -451,7 +454,7 @@ def make_sections(rows):
     ]  # no failure is shown twice
 
 
-def warnings(sections):
+def warnings(sections: Sequence[Section]) -> list[str]:
     """What the reader must know of rows that cannot be compared."""
     machines, builds = {str(s.rows[0].machine) for s in sections}, {s.rows[0].build_pair for s in sections}
     found = []
@@ -466,7 +469,7 @@ def warnings(sections):
     return found
 
 
-def same_kv(row):
+def same_kv(row: ServerRow) -> bool:
     """True if the allocated KV bytes are the predicted ones: to the byte where the runtime told bytes, else to what its
     log shows."""
     if row.kv_bytes is None or row.predicted_kv_bytes is None:
@@ -474,25 +477,25 @@ def same_kv(row):
     return abs(row.kv_bytes - row.predicted_kv_bytes) <= (0 if row.kv_bytes_source == "props" else 0.006 * MIB)
 
 
-def kv_note(rows):
+def kv_note(rows: Sequence[ServerRow]) -> str:
     return f"Predicted KV bytes are the allocated ones in {sum(map(same_kv, rows))} of {len(rows)} cases."
 
 
-def mib(n_bytes):
+def mib(n_bytes: float | None) -> str:
     return "-" if n_bytes is None else f"{n_bytes / MIB:,.1f}"
 
 
-def number(value):
+def number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.1f}"
 
 
-def share(ratio):
+def share(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.3f}"
 
 
-def tokens(n):
+def tokens(n: int | None) -> str:
     return "-" if n is None else f"{n:,}"
 
 
-def failures(rows):
+def failures(rows: Sequence[ServerRow]) -> str:
     return "; ".join(dict.fromkeys(f"{row.status} in {row.phase}" for row in rows))

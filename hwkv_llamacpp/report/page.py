@@ -1,8 +1,10 @@
 """`hwkv report`: Markdown, CSV and one self-contained HTML page from measured rows. Measures nothing."""
 
 import io
+from collections.abc import Sequence
 
-from .comparison import make_sections, warnings
+from ..measure.rows import ServerRow
+from .comparison import Section, make_sections, warnings
 
 NOT_IN_CSV = (
     "samples",
@@ -17,7 +19,7 @@ NOT_IN_CSV = (
 )
 
 
-def print_medians(rows, view):
+def print_medians(rows: Sequence[ServerRow], view: str) -> None:
     """The tables of one run, on stdout."""
     for section in make_sections(rows):
         if section.view == view:
@@ -25,7 +27,7 @@ def print_medians(rows, view):
                 table.print()
 
 
-def markdown(sections):
+def markdown(sections: Sequence[Section]) -> str:
     lines = ["# Measurements", "", *[f"> {text}\n" for text in warnings(sections)]]
     for section in sections:
         lines += [f"## {section.title}", "", *[f"- {what}: {text}" for what, text in section.about()], ""]
@@ -33,7 +35,7 @@ def markdown(sections):
     return "\n".join(lines).rstrip() + "\n"
 
 
-def csv(rows):
+def csv(rows: Sequence[ServerRow]) -> str:
     """One line per case. What is a list or a table in a row stays in the JSONL."""
     import pandas
 
@@ -41,7 +43,7 @@ def csv(rows):
     frame = pandas.DataFrame(
         [
             {name: value for name, value in row.model_dump().items() if name not in NOT_IN_CSV}
-            | {f"set_{name}": value for name, value in row.settings.items()}
+            | {f"set_{name}": value for name, value in (row.settings or {}).items()}
             for row in rows
         ]
     )
@@ -49,7 +51,7 @@ def csv(rows):
     return out.getvalue()
 
 
-def page(sections):
+def page(sections: Sequence[Section]) -> str:
     # imported here: the other commands need no templates
     from jinja2 import Environment, PackageLoader
 

@@ -12,8 +12,10 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import psutil
 import requests
@@ -24,7 +26,7 @@ from . import native
 HOST = "127.0.0.1"
 
 
-def flag(name, default=None):
+def flag(name: str, default: Any = None) -> Any:
     """A field that becomes a llama-server flag; None leaves the flag out, True and False choose between "a|b"."""
     return field(default=default, metadata={"flag": name})
 
@@ -54,7 +56,7 @@ class ServerOptions:
     upstream: bool = False  # run the unpatched build; `policy` must be None
     start_timeout_s: float = 300
 
-    def arguments(self):
+    def arguments(self) -> list[str]:
         """The command line without the program."""
         words = []
         for item in fields(self):
@@ -80,7 +82,13 @@ class LlamaServer:
     right after.
     """
 
-    def __init__(self, options, log_path=None, setup=None, launched=None):
+    def __init__(
+        self,
+        options: ServerOptions,
+        log_path: str | os.PathLike[str] | None = None,
+        setup: Callable[[], None] | None = None,
+        launched: Callable[[int], None] | None = None,
+    ) -> None:
         self.options = options
         self.setup = setup
         self.launched = launched
@@ -94,14 +102,14 @@ class LlamaServer:
         self._is_up = False
         self._kept_log: str | None = None  # the text of a log that was removed
 
-    def __enter__(self):
+    def __enter__(self) -> "LlamaServer":
         self.start()
         return self
 
-    def __exit__(self, *exception):
+    def __exit__(self, *exception: object) -> None:
         self.stop()
 
-    def start(self):
+    def start(self) -> None:
         """Starts the process and waits until it has loaded the model."""
         program = native.binary("llama-server", self.options.upstream)
         environment = {k: v for k, v in os.environ.items() if not k.startswith("LLAMA_ARG_")} | self.options.environment
@@ -127,7 +135,7 @@ class LlamaServer:
             self.stop()
             raise
 
-    def _wait_until_healthy(self):
+    def _wait_until_healthy(self) -> None:
         assert self.process
         deadline = time.monotonic() + self.options.start_timeout_s
         while time.monotonic() < deadline:
@@ -141,14 +149,14 @@ class LlamaServer:
             f"llama-server was not ready after {self.options.start_timeout_s:g} s; its log is {self.log_path}."
         )
 
-    def _answers(self):
+    def _answers(self) -> bool:
         try:
             status = requests.get(f"{self.url}/health", timeout=5).status_code
         except requests.RequestException:
             return False
         return status == 200 and self.process is not None and self.process.poll() is None
 
-    def stop(self):
+    def stop(self) -> None:
         """Ends the process: asks first, kills after 10 s. Does nothing where it has ended."""
         if self.process is None or self.process.poll() is not None:
             return
@@ -163,14 +171,14 @@ class LlamaServer:
             self.log_path.unlink()
 
     @property
-    def url(self):
+    def url(self) -> str:
         return f"http://{HOST}:{self.port}"
 
-    def log(self):
+    def log(self) -> str:
         """Everything the process has printed so far."""
         return self.log_path.read_text(errors="replace") if self._kept_log is None else self._kept_log
 
-    def exit_cause(self):
+    def exit_cause(self) -> str | None:
         """None while the process runs; else how it ended, with the last error that it logged."""
         code = self.process.poll() if self.process else None
         if code is None:
@@ -179,14 +187,14 @@ class LlamaServer:
         error = last_error(self.log())
         return f"{how}: {error}" if error else how
 
-    def get(self, path, timeout=60):
+    def get(self, path: str, timeout: float = 60) -> Any:
         return self._send("GET", path, None, timeout)
 
-    def post(self, path, body, timeout=600):
+    def post(self, path: str, body: dict[str, Any], timeout: float = 600) -> Any:
         """The reply as a dict. Raises HwkvError for any status but 200 and for a process that ends meanwhile."""
         return self._send("POST", path, body, timeout)
 
-    def stream(self, path, body, timeout=600):
+    def stream(self, path: str, body: dict[str, Any], timeout: float = 600) -> Iterator[dict[str, Any]]:
         """As `post`, for a reply in pieces: yields each as a dict when it comes. The timeout is that of one piece."""
         with self._request("POST", path, {**body, "stream": True}, timeout, stream=True) as reply:
             try:
@@ -203,7 +211,7 @@ class LlamaServer:
                     f"llama-server answered {path} with something else than JSON; its log is {self.log_path}."
                 ) from None
 
-    def _send(self, method, path, body, timeout):
+    def _send(self, method: str, path: str, body: dict[str, Any] | None, timeout: float) -> Any:
         try:
             return self._request(method, path, body, timeout).json()
         except ValueError:
@@ -211,7 +219,7 @@ class LlamaServer:
                 f"llama-server answered {path} with something else than JSON; its log is {self.log_path}."
             ) from None
 
-    def _lost(self, path):
+    def _lost(self, path: str) -> HwkvError:
         """The error for a connection that broke."""
         assert self.process
         try:
@@ -220,7 +228,9 @@ class LlamaServer:
             return HwkvError(f"llama-server closed the connection on {path}; its log is {self.log_path}.")
         return HwkvError(f"llama-server ended on {path}: {self.exit_cause()}; its log is {self.log_path}.")
 
-    def _request(self, method, path, body, timeout, stream=False):
+    def _request(
+        self, method: str, path: str, body: dict[str, Any] | None, timeout: float, stream: bool = False
+    ) -> requests.Response:
         """The reply, with status 200. It is the process's own: as long as that lives, nobody else has its port."""
         assert self.process
         try:
@@ -238,11 +248,11 @@ class LlamaServer:
             raise HwkvError(f"llama-server answered {path} with status {reply.status_code}: {message.rstrip('.')}.")
         return reply
 
-    def props(self):
+    def props(self) -> dict[str, Any]:
         """GET /props; the key "hwkv" says what the grouped cache holds."""
         return self.get("/props")
 
-    def memory(self):
+    def memory(self) -> dict[str, int] | None:
         """Bytes resident now and at most so far, from /proc: {"rss_bytes", "rss_peak_bytes"}; None where there is no
         /proc."""
         assert self.process
@@ -254,7 +264,7 @@ class LlamaServer:
         return {"rss_bytes": kib["VmRSS"] * 1024, "rss_peak_bytes": kib["VmHWM"] * 1024} if len(kib) == 2 else None
 
 
-def listening_port(pid):
+def listening_port(pid: int) -> int | None:
     """The port that a process listens on, as the kernel says, or None so far. What answers on a port may be anybody."""
     try:
         connections = psutil.Process(pid).net_connections("tcp4")
@@ -263,14 +273,14 @@ def listening_port(pid):
     return next((c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN), None)
 
 
-def free_port():
+def free_port() -> int:
     """A port that nobody listens on at the moment, for programs that cannot choose one themselves."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
-def last_error(log):
+def last_error(log: str) -> str | None:
     """The line of a llama-server log that says best why it ended, or None."""
     lines = [re.sub(r"^[\d.]+ [A-Z] ", "", line.strip()) for line in log.splitlines()[1:]]
     for pattern in (

@@ -21,7 +21,7 @@ def scores(q, k, v, scale, positions, candidates, n_sink=0):
         queries = q[positions, head * n_gqa : (head + 1) * n_gqa].astype(np.float64)
         logits = scale * np.einsum("qgd,kd->qgk", queries, k[:, head].astype(np.float64))
 
-        def output(window):
+        def output(window, logits=logits, head=head):
             seen = visible(np.asarray(positions), np.arange(len(k)), window, n_sink)[:, None]
             weights = np.exp(
                 np.where(seen, logits - logits.max(-1, keepdims=True, where=seen, initial=-np.inf), -np.inf)

@@ -128,10 +128,10 @@ def _errors_path(folder: str | Path, rows: Rows, n_sink: int) -> Path:
     return Path(folder) / "layers" / f"errors-{key}.json"
 
 
-def _sensitivity(path, layer):
+def _sensitivity(path: Path, layer: Layer) -> Sensitivity:
     """The Sensitivity of a Layer in a file."""
 
-    def check(found):
+    def check(found: Sensitivity) -> None:
         if (found.layer, len(found.kl)) != (layer.layer, layer.n_head_kv):
             raise HwkvError(
                 f"{len(found.kl)} KV heads of layer {found.layer}; {layer.n_head_kv} of layer {layer.layer} expected"
@@ -152,7 +152,7 @@ class ErrorsFile:
     seconds: Number  # that it took
 
 
-def _check_errors(file, layers, windows=None):
+def _check_errors(file: "ErrorsFile", layers: Sequence[Layer], windows: list[int] | None = None) -> None:
     """windows: the candidates that are wanted; None: whatever there are."""
     if windows is not None and file.windows != windows:
         raise HwkvError(f"errors under the windows {file.windows}, {windows} expected")
