@@ -181,7 +181,7 @@ def predict(
     return Footprint(tuple(groups), own_windows, full, n_ctx_seq * streams, n_ctx_seq, n_ubatch)
 
 
-def draft_slack(n_ubatch, n_seq_max):
+def draft_slack(n_ubatch: int, n_seq_max: int) -> int:
     """Positions per sequence that stay beyond a window under a policy, so that draft tokens can be taken back: the rule
     of the runtime's llama-hwkv-sizing.cpp."""
     return DRAFT_SLACK if n_seq_max > 1 or n_ubatch < DRAFT_SLACK else 0
