@@ -151,11 +151,11 @@ class Stranger(http.server.BaseHTTPRequestHandler):
     ANSWER = json.dumps({"status": "ok", "tokens": [1], "timings": {"prompt_n": 1020, "predicted_n": 4}}).encode()
 
     def do_GET(self):
+        self.server.n_asked += 1  # before who asked goes on
         self.send_response(200)
         self.send_header("Content-Length", str(len(self.ANSWER)))
         self.end_headers()
         self.wfile.write(self.ANSWER)
-        self.server.n_asked += 1
 
     do_POST = do_GET
 
