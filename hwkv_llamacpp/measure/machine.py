@@ -48,7 +48,7 @@ def machine() -> dict[str, Any]:
     """The machine as a dict, the same for every run on it; without its name."""
     gpus = sampler.gpus()
     devices, driver = gpus.describe() if gpus else ([], None)
-    about = {
+    about: dict[str, Any] = {
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu(),
         "n_cpus": os.cpu_count(),
