@@ -184,8 +184,12 @@ class Planner:
 
         if context.n_gpu_layers not in self._weights:
             self._weights[context.n_gpu_layers] = dry_run.weights(context.model, context.n_gpu_layers)
-        for device, n_bytes in self._weights[context.n_gpu_layers].items():
-            add(device, "weights", n_bytes)
+        weights = self._weights[context.n_gpu_layers]
+        elsewhere = sum(n_bytes for device, n_bytes in weights.items() if device not in HOST)
+        for device, n_bytes in weights.items():
+            # the tool leaves out what the CPU keeps in another layout
+            rest = (self.header.weight_bytes or 0) - elsewhere if device in HOST else 0
+            add(device, "weights", max(n_bytes, rest))
         at = {int(layer): device for layer, device in found["cache_devices"].items()}
         group_devices = []
         for group in footprint.groups:
